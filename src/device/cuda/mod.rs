@@ -1,0 +1,1 @@
+//! A card behind the CUDA driver.

@@ -1,0 +1,1 @@
+//! A card in host memory.

@@ -1,0 +1,1 @@
+//! Weight files: validated, indexed, and laid out in pages.

@@ -1,1 +1,11 @@
-//! transfer
+//! Moving bytes: file to staging by several readers, staging to card on a few streams.
+//!
+//! [`ReaderPool`] owns the reader threads, [`CopyEngine`] the copy streams and the fences. Neither knows
+//! what the bytes are for; the pager decides order and depth. Reader threads hold no `Arc` of the pool or
+//! of what submitted to it. May import `units`, `sync`, `device`, `weights` and `staging`.
+
+mod engine;
+mod reader;
+
+pub use engine::CopyEngine;
+pub use reader::{ReadJob, ReaderPool};

@@ -432,6 +432,21 @@ impl StagingBuffer {
         self.run.slots == 0
     }
 
+    /// Cuts the buffer after its first `slots` slots; `None` where nothing would be left on one side.
+    pub fn split_off(&mut self, slots: u32) -> Option<Self> {
+        if slots == 0 || slots >= self.run.slots {
+            return None;
+        }
+        let rest = Run { slot: self.run.slot + slots, slots: self.run.slots - slots, ..self.run };
+        self.run.slots = slots;
+        Some(Self {
+            arena: Arc::clone(&self.arena),
+            run: rest,
+            start: self.start.wrapping_add(usize::try_from(self.len()).unwrap_or(usize::MAX)),
+            copies: self.copies.clone(),
+        })
+    }
+
     /// The bytes, for a reader to fill. No copy may be in flight: one reads the same memory.
     ///
     /// # Errors

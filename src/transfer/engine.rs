@@ -87,6 +87,20 @@ impl Batch<'_> {
         unsafe { self.engine.device.copy_to_device(to, buffer.at(offset), available, self.stream().id()) }
     }
 
+    /// Enqueues a copy on a device that keeps no bytes: accounts and clock only.
+    pub(crate) fn copy_without_bytes(&self, to: DeviceRange, available: ModelTime) -> Result<(), DeviceError> {
+        if self.engine.device.info().keeps_bytes {
+            return Err(DeviceError::InvalidArgument {
+                call: "copy_to_device",
+                why: "this device keeps bytes, so a copy needs a source".to_owned(),
+            });
+        }
+        // SAFETY: a device without bytes reads no source; the target is as in `copy`.
+        unsafe {
+            self.engine.device.copy_to_device(to, std::ptr::null(), available, self.stream().id())
+        }
+    }
+
     /// Ends the batch: the fence that its copies are done at.
     pub fn finish(self) -> Result<Fence, DeviceError> {
         let stream = Arc::clone(self.stream());

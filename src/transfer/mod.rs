@@ -7,5 +7,5 @@
 mod engine;
 mod reader;
 
-pub use engine::CopyEngine;
-pub use reader::{ReadJob, ReaderPool};
+pub use engine::{Batch, CopyEngine};
+pub use reader::{ReadJob, ReaderPool, ReaderQueue, read_extents};

@@ -1,25 +1,23 @@
 //! The readers: a few threads that fill staging buffers from files.
 //!
-//! A job owns its buffer while it runs and hands it on, with the result, to its own `complete`. The
-//! queue is a crossbeam channel; a full one makes the submitter wait for a bounded step. A job that
-//! panics completes with an error, and the thread goes on.
+//! A job owns its buffer while it runs and hands it on, with the result, in its own `complete`. The
+//! queue is a crossbeam channel and never blocks the submitter: depth is bounded by whoever owns the
+//! buffers. A job that panics completes with the panic's text, and the thread goes on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
 
-use crate::staging::StagingBuffer;
 use crate::weights::{Extent, TensorIndex, WeightsError};
 
 /// Something that a reader does: fill a buffer, and pass it on.
 pub trait ReadJob: Send + 'static {
-    /// Reads into the buffer that the job owns.
-    fn read(&mut self) -> Result<(), WeightsError>;
+    /// Fills the buffer that the job owns, and keeps the result.
+    fn read(&mut self);
 
-    /// Takes the result; `Err(text)` is the text of a panic.
-    fn complete(self: Box<Self>, result: Result<Result<(), WeightsError>, String>);
+    /// Passes buffer and result on; `panic` is the text of a panic in [`Self::read`].
+    fn complete(self: Box<Self>, panic: Option<String>);
 }
 
 enum Message {
@@ -34,8 +32,7 @@ pub struct ReaderPool {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// The submitting side of a pool, which outlives it harmlessly: a job given to a pool that is gone comes
-/// back.
+/// The submitting side of a pool.
 #[derive(Clone, Debug)]
 pub struct ReaderQueue {
     queue: Sender<Message>,
@@ -48,9 +45,8 @@ impl ReaderPool {
         let mut pool = Self { queue, threads: Vec::new() };
         for number in 0..threads.max(1) {
             let jobs: Receiver<Message> = jobs.clone();
-            let thread = std::thread::Builder::new()
-                .name(format!("vram-read-{number}"))
-                .spawn(move || run(&jobs))?;
+            let thread =
+                std::thread::Builder::new().name(format!("vram-read-{number}")).spawn(move || run(&jobs))?;
             pool.threads.push(thread);
         }
         Ok(pool)
@@ -63,12 +59,14 @@ impl ReaderPool {
 }
 
 impl ReaderQueue {
-    /// Gives a job to the next free reader; gives it back if the pool is gone.
-    pub fn submit(&self, job: Box<dyn ReadJob>) -> Result<(), Box<dyn ReadJob>> {
-        self.queue.send(Message::Job(job)).map_err(|refused| match refused.0 {
-            Message::Job(job) => job,
-            Message::Stop => unreachable!("a job was sent"),
-        })
+    /// Gives a job to the next free reader. If the pool is gone, the job completes here, with that as its
+    /// reason.
+    pub fn submit(&self, job: Box<dyn ReadJob>) {
+        if let Err(refused) = self.queue.send(Message::Job(job))
+            && let Message::Job(job) = refused.0
+        {
+            job.complete(Some("the reader threads are gone".to_owned()));
+        }
     }
 }
 
@@ -86,7 +84,7 @@ impl Drop for ReaderPool {
 
 fn run(jobs: &Receiver<Message>) {
     while let Ok(Message::Job(mut job)) = jobs.recv() {
-        let result = catch_unwind(AssertUnwindSafe(|| job.read())).map_err(|panic| {
+        let panic = catch_unwind(AssertUnwindSafe(|| job.read())).err().map(|panic| {
             panic
                 .downcast_ref::<&str>()
                 .map(|text| (*text).to_owned())
@@ -94,18 +92,30 @@ fn run(jobs: &Receiver<Message>) {
                 .unwrap_or_else(|| "a reader panicked".to_owned())
         });
         // `complete` must not take the thread with it: the other jobs still need it.
-        let _ = catch_unwind(AssertUnwindSafe(|| job.complete(result)));
+        let _ = catch_unwind(AssertUnwindSafe(|| job.complete(panic)));
     }
 }
 
-/// Reads `extents` from their files into `buffer`, in which model address `base` lies at offset 0, and
-/// answers the bytes read.
+/// Reads `extents` from their files into `buffer`, at whose first byte model address `base` lies. Answers
+/// the bytes read.
+///
+/// # Errors
+/// As [`crate::weights::WeightFile::read_exact_at`], naming file, tensor and offset.
 pub fn read_extents(
-    index: &Arc<TensorIndex>,
+    index: &TensorIndex,
     extents: impl Iterator<Item = Extent>,
     base: u64,
-    buffer: &mut StagingBuffer,
+    buffer: &mut [u8],
 ) -> Result<u64, WeightsError> {
-    let _ = (index, extents, base, buffer);
-    Ok(0)
+    let mut read = 0;
+    for extent in extents {
+        let name = &index.tensor_info(extent.tensor).name;
+        let Some(file) = index.files().get(extent.file as usize) else { continue };
+        let start = usize::try_from(extent.at - base).unwrap_or(usize::MAX);
+        let length = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
+        let Some(place) = buffer.get_mut(start..start.saturating_add(length)) else { continue };
+        file.read_exact_at(extent.file_offset, place, name)?;
+        read += extent.file_bytes;
+    }
+    Ok(read)
 }

@@ -28,7 +28,7 @@ pub use handle::{AddressRange, Event, Fence, FencePool, FrameSet, HostBlock, Poo
 pub use kernels::{
     HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, TwinArg, checksum,
 };
-pub use open::open;
+pub use open::{CudaString, DeviceString, open};
 
 use crate::units::{DeviceRange, ModelTime};
 

@@ -98,29 +98,26 @@ fn walk(tensors: &[Piece], atoms: &[Atom], limit: u64, sink: &mut impl FnMut(Par
     // The open span's first byte; none before the first part.
     let mut open: Option<u64> = None;
     for (number, (tensor, atom)) in tensors.iter().zip(atoms).enumerate() {
+        let (row_bytes, step) = match *atom {
+            Atom::Whole => (0, tensor.rows),
+            Atom::Rows { count, row_bytes } => (row_bytes, count),
+        };
+        let end = tensor.at + tensor.bytes;
         let mut row = 0;
         loop {
-            let (row_bytes, step) = match *atom {
-                Atom::Whole => (tensor.bytes, tensor.rows),
-                Atom::Rows { count, row_bytes } => (row_bytes, count),
-            };
-            let at = if row == 0 { tensor.at } else { tensor.at + row * row_bytes };
+            let at = tensor.at + row * row_bytes;
             let rest = tensor.rows - row;
-            let rest_bytes = tensor.at + tensor.bytes - at;
-            let room = open.map_or(0, |start| start.saturating_add(limit).saturating_sub(at));
-            let take = rows_that_fit(rest, rest_bytes, room, row_bytes, step, *atom);
-            let (begins_span, take) = match take {
-                Some(take) if open.is_some() => (false, take),
+            let fits = |room| rows_that_fit(at, end, rest, room, *atom);
+            let room = open.map(|start| start.saturating_add(limit).saturating_sub(at));
+            let (begins_span, take) = match room.and_then(fits) {
+                Some(take) => (false, take),
                 // A new span: the whole limit is free, and if that is too little one atom goes anyway.
-                _ => {
-                    let fresh = rows_that_fit(rest, rest_bytes, limit, row_bytes, step, *atom);
-                    (true, fresh.unwrap_or(step.min(rest)))
-                }
+                None => (true, fits(limit).unwrap_or(step.min(rest))),
             };
             if begins_span {
                 open = Some(at);
             }
-            let bytes = if take == rest { rest_bytes } else { take * row_bytes };
+            let bytes = if take == rest { end - at } else { take * row_bytes };
             sink(Part { tensor: number, rows: row..row + take, at, bytes, begins_span });
             row += take;
             if row >= tensor.rows {
@@ -130,27 +127,20 @@ fn walk(tensors: &[Piece], atoms: &[Atom], limit: u64, sink: &mut impl FnMut(Par
     }
 }
 
-/// How many rows go into `room` bytes: all that are left if they fit with the padding after them, else
-/// whole atoms; `None` if not even one atom does.
-fn rows_that_fit(
-    rest: u64,
-    rest_bytes: u64,
-    room: u64,
-    row_bytes: u64,
-    step: u64,
-    atom: Atom,
-) -> Option<u64> {
-    if rest_bytes == 0 || rest_bytes.checked_next_multiple_of(TENSOR_ALIGNMENT).is_some_and(|all| all <= room)
-    {
+/// How many of the `rest` rows at `at..end` go into `room` bytes: all of them if they fit with the padding
+/// after them, else whole atoms; `None` if not even one atom does.
+fn rows_that_fit(at: u64, end: u64, rest: u64, room: u64, atom: Atom) -> Option<u64> {
+    if at == end || end.checked_next_multiple_of(TENSOR_ALIGNMENT).is_some_and(|padded| padded - at <= room) {
         return Some(rest);
     }
-    if matches!(atom, Atom::Whole) || row_bytes == 0 {
-        return None;
+    match atom {
+        Atom::Whole => None,
+        Atom::Rows { count, row_bytes } => {
+            // The last rows carry their padding, so not all of them may go by this way.
+            let atoms = (room / (row_bytes * count)).min((rest - 1) / count);
+            (atoms > 0).then_some(atoms * count)
+        }
     }
-    let atoms = room / (row_bytes * step);
-    // The last rows carry their padding, so not all of them may go by this way.
-    let take = (atoms * step).min((rest - 1) / step * step);
-    (take > 0).then_some(take)
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

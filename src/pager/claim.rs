@@ -258,10 +258,8 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
     }
     // Earlier uses of this address: those of its own spans are on the streams that used them; copies into
     // it, and uses that a newer copy into the frame waited for, are behind the frame's own fences.
-    let used = model
-        .layout
-        .spans_of_page(page)
-        .fold(0, |used, span| used | model.words[span as usize].0.used());
+    let used =
+        model.layout.spans_of_page(page).fold(0, |used, span| used | model.words[span as usize].0.used());
     let key = PageKey { model: id, page };
     let info = frames.info_mut(frame);
     if info.role == Role::Resident || info.content == key {
@@ -288,8 +286,15 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
 /// Completes a refusal with what was asked for, and tells what can never fit from what is held now.
 fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerError) -> PagerError {
     let PagerError::Held { held, .. } = error else { return error };
-    let Some(model) = control.model(id) else { return PagerError::Held {
-        model: String::new(), what: String::new(), device: String::new(), need: 0, held } };
+    let Some(model) = control.model(id) else {
+        return PagerError::Held {
+            model: String::new(),
+            what: String::new(),
+            device: String::new(),
+            need: 0,
+            held,
+        };
+    };
     let place = &model.layout.spans()[span as usize];
     let pages = place.pages.end - place.pages.start;
     let what = format!("unit {}", model.index.unit_info(place.unit).name);

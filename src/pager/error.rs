@@ -61,7 +61,9 @@ pub enum PagerError {
         held: Vec<String>,
     },
     /// The unit's patches changed while a guard of the old version is held.
-    #[error("{model}: {what} has new patches, and a guard of the old version is still held; release it first")]
+    #[error(
+        "{model}: {what} has new patches, and a guard of the old version is still held; release it first"
+    )]
     OldVersionHeld {
         /// The model's file.
         model: String,

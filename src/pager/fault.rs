@@ -51,9 +51,9 @@ pub(super) fn fault_span(
         word.set_state(SpanState::Arriving);
     }
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, &mut count).and_then(|()| {
-        arrive(&mut control, id, span, stream).map_err(PagerError::from)
-    }) {
+    match bring(core, &mut control, id, span, &mut count)
+        .and_then(|()| arrive(&mut control, id, span, stream).map_err(PagerError::from))
+    {
         Ok(()) => {}
         Err(error) => {
             abandon(&control, id, span);
@@ -163,12 +163,7 @@ fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) ->
 }
 
 /// Makes the stream wait for copies under way; a span whose copies are all done becomes ready.
-fn arrive(
-    control: &mut Control,
-    id: u32,
-    span: u32,
-    stream: &PagerStream,
-) -> Result<(), DeviceError> {
+fn arrive(control: &mut Control, id: u32, span: u32, stream: &PagerStream) -> Result<(), DeviceError> {
     let Control { frames, models, .. } = control;
     let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return Ok(()) };
     let mut all_done = true;

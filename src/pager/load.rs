@@ -104,7 +104,9 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
             continue;
         }
         let mut count = 1;
-        while count < core.chunk_pages && page + count < end && cached_run(control, id, page + count).is_none()
+        while count < core.chunk_pages
+            && page + count < end
+            && cached_run(control, id, page + count).is_none()
         {
             count += 1;
         }
@@ -222,13 +224,7 @@ fn page_span(core: &Core, first: u32, count: u32) -> std::ops::Range<u64> {
 }
 
 /// Notes why pages that still waited for this load have no bytes.
-fn fail_pages(
-    control: &mut Control,
-    id: u32,
-    pages: std::ops::Range<u32>,
-    load: u64,
-    error: &PagerError,
-) {
+fn fail_pages(control: &mut Control, id: u32, pages: std::ops::Range<u32>, load: u64, error: &PagerError) {
     for page in pages {
         let Some(model) = control.models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
         let frame = model.pages[page as usize].frame;
@@ -248,8 +244,7 @@ fn copy_cached(core: &Arc<Core>, control: &mut Control, id: u32, run: u32, first
     let Some(cached) = control.model_mut(id).and_then(|model| model.cache.remove(&run)) else { return };
     let CachedRun { mut buffer, pages } = cached;
     let now = core.device.now();
-    let copied =
-        copy_pages(control, id, first..first + count, 0, Some((&buffer, run)), now, core.page_bytes);
+    let copied = copy_pages(control, id, first..first + count, 0, Some((&buffer, run)), now, core.page_bytes);
     match copied {
         Ok(Some(fence)) => buffer.read_until(fence),
         Ok(None) => {}
@@ -266,9 +261,8 @@ fn copy_without_bytes(core: &Arc<Core>, control: &mut Control, id: u32, first: u
     let mut page = first;
     while page < end {
         let count = core.chunk_pages.min(end - page);
-        let bytes = control
-            .model(id)
-            .map_or(0, |model| model.layout.content_bytes(page_span(core, page, count)));
+        let bytes =
+            control.model(id).map_or(0, |model| model.layout.content_bytes(page_span(core, page, count)));
         let available = core.device.schedule_read(bytes);
         let copied = copy_pages(control, id, page..page + count, 0, None, available, core.page_bytes);
         if let Err(error) = copied {
@@ -457,9 +451,11 @@ impl ReadJob for PageRead {
             (None, Some(buffer), Ok(bytes)) => Ok((buffer, bytes)),
             (None, _, Err(error)) => Err(error),
             (panic, ..) => Err(PagerError::Reader {
-                model: self.index.files().first().map_or_else(String::new, |file| {
-                    file.path().display().to_string()
-                }),
+                model: self
+                    .index
+                    .files()
+                    .first()
+                    .map_or_else(String::new, |file| file.path().display().to_string()),
                 why: panic.unwrap_or_else(|| "its buffer is gone".to_owned()),
             }),
         };

@@ -10,6 +10,7 @@
 //! | `prefetch` | filling the ring ahead |
 //! | `reclaim` | budget, plans carried out, taking frames back |
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
+//! | `verify` | checking guards against the file |
 //! | `plan`, `order`, `ring` | decisions: pure functions |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
@@ -35,6 +36,7 @@ mod reclaim;
 mod ring;
 mod rows;
 mod streams;
+mod verify;
 mod word;
 
 pub use counters::ModelCounts;
@@ -46,3 +48,4 @@ pub use pager::{Pager, PagerFigures};
 pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
+pub use verify::{CHECK_CAPACITY, Check, Mismatch, Verifier};

@@ -87,16 +87,13 @@ impl Pager {
         let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
         let limit =
             options.page_locked_bytes.unwrap_or_else(|| budget::page_locked_limit(budget::host_memory()));
-        let chunk_pages =
-            u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
+        let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
         let arena = Arena::new(
             device,
             &ArenaOptions { slot_bytes: page_bytes, run_slots: chunk_pages, limit_bytes: limit },
         );
-        let readers = ReaderPool::new(options.readers).map_err(|error| PagerError::Reader {
-            model: info.name.clone(),
-            why: error.to_string(),
-        })?;
+        let readers = ReaderPool::new(options.readers)
+            .map_err(|error| PagerError::Reader { model: info.name.clone(), why: error.to_string() })?;
         let control = Control {
             frames: Frames::new(device, page_bytes),
             engine: CopyEngine::new(device, options.copy_streams)?,
@@ -158,15 +155,13 @@ impl Pager {
         )?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
-        let words: Arc<[Padded<SpanWord>]> =
-            layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
+        let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
         let hits = Arc::new(HitCounts::new());
         let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
         let base = range.range().start;
         let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
-        let order = PassOrder::new((0..spans).collect(), pages, |span| {
-            layout.spans()[span as usize].pages.clone()
-        });
+        let order =
+            PassOrder::new((0..spans).collect(), pages, |span| layout.spans()[span as usize].pages.clone());
         let whole_units = HashSet::new();
         let groups = ModelState::make_groups(&layout, &whole_units);
         let mut control = core.control.lock();
@@ -213,16 +208,8 @@ impl Pager {
             .and_then(|()| reclaim::replan(core, &mut control, id, true));
         drop(control);
         // From here on the model's drop takes everything back.
-        let model = Arc::new(PagedModel {
-            pager: Arc::clone(self),
-            id,
-            name,
-            index,
-            layout,
-            words,
-            hits,
-            base,
-        });
+        let model =
+            Arc::new(PagedModel { pager: Arc::clone(self), id, name, index, layout, words, hits, base });
         planned?;
         Ok(model)
     }

@@ -87,10 +87,7 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
         return false;
     }
     // The spans of the page itself must not be under way: their fault claims for itself.
-    let busy = model
-        .layout
-        .spans_of_page(page)
-        .any(|span| model.words[span as usize].0.view().pins() > 0);
+    let busy = model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
     if busy || !claim::take(control, frame) {
         return false;
     }

@@ -86,7 +86,8 @@ pub(super) fn obtain(
     from: TakeFrom,
 ) -> Result<Option<u32>, PagerError> {
     // Ring slots that are planned but not filled yet keep their room.
-    let unfilled = u32::try_from(control.frames.ring.len()).unwrap_or(u32::MAX) - control.frames.ring_frames();
+    let unfilled =
+        u32::try_from(control.frames.ring.len()).unwrap_or(u32::MAX) - control.frames.ring_frames();
     let reserve = if role == Role::Ring { 0 } else { unfilled };
     if control.frames.idle() > reserve.saturating_sub(control.budget.saturating_sub(control.frames.count()))
         && let Some(frame) = control.frames.take_idle(role)
@@ -185,9 +186,7 @@ fn frames_for(control: &Control, id: u32) -> u32 {
     let others: u32 = (0_u32..)
         .zip(&control.models)
         .filter_map(|(other, state)| state.as_ref().map(|state| (other, state)))
-        .filter(|(other, state)| {
-            *other != id && (!model.promoted || state.priority > model.priority)
-        })
+        .filter(|(other, state)| *other != id && (!model.promoted || state.priority > model.priority))
         .map(|(_, state)| state.resident)
         .sum();
     control.budget.saturating_sub(others)
@@ -353,7 +352,12 @@ pub(super) fn make_room(core: &Core, control: &mut Control, bytes: u64) -> Resul
 }
 
 /// Gives back up to `bytes` of a model's resident pages, in whole pages, to the device; answers the bytes.
-pub(super) fn unload_pages(control: &mut Control, id: u32, bytes: u64, page_bytes: u64) -> Result<u64, PagerError> {
+pub(super) fn unload_pages(
+    control: &mut Control,
+    id: u32,
+    bytes: u64,
+    page_bytes: u64,
+) -> Result<u64, PagerError> {
     let mut freed = 0;
     while freed < bytes {
         if evict_from(control, id)?.is_none() {

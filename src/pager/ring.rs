@@ -29,8 +29,7 @@ mod tests {
             for streamed in 1..200 {
                 let dealt: Vec<u32> = (0..streamed).map(|place| slot(place, streamed, slots)).collect();
                 assert!(dealt.iter().all(|&slot| slot < slots.max(1)), "{streamed} in {slots}: {dealt:?}");
-                let laps: Vec<usize> =
-                    dealt.split(|&slot| slot == 0).skip(1).map(<[u32]>::len).collect();
+                let laps: Vec<usize> = dealt.split(|&slot| slot == 0).skip(1).map(<[u32]>::len).collect();
                 let (short, long) = (laps.iter().min().unwrap(), laps.iter().max().unwrap());
                 assert!(long - short <= 1, "{streamed} in {slots}: {dealt:?}");
             }
@@ -43,9 +42,8 @@ mod tests {
             for streamed in slots + 1..150 {
                 let part = slots / 2;
                 for first in 0..streamed {
-                    let mut used: Vec<u32> = (0..part)
-                        .map(|k| slot((first + k) % streamed, streamed, slots))
-                        .collect();
+                    let mut used: Vec<u32> =
+                        (0..part).map(|k| slot((first + k) % streamed, streamed, slots)).collect();
                     used.sort_unstable();
                     used.dedup();
                     // Where passes meet a run wraps from the last lap into the first.

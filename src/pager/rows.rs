@@ -63,7 +63,10 @@ pub(super) fn fault_rows<'m>(
     };
     let count = info.shape.first().copied().unwrap_or(1);
     if rows.is_empty() {
-        return Err(PagerError::InvalidArgument { what: "fault_rows", why: "no row was asked for".to_owned() });
+        return Err(PagerError::InvalidArgument {
+            what: "fault_rows",
+            why: "no row was asked for".to_owned(),
+        });
     }
     if let Some(row) = rows.iter().find(|row| **row >= count) {
         return Err(model.not_found(format!("row {row} of tensor `{}`, which has {count}", info.name)));
@@ -136,10 +139,9 @@ pub(super) fn fault_rows<'m>(
         let available = if core.device.info().keeps_bytes {
             let target = buffer.bytes_mut()?;
             let wanted = rows.iter().skip(usize::try_from(done).unwrap_or(usize::MAX));
-            for (row, place) in
-                wanted.zip(target.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX))).take(
-                    usize::try_from(part).unwrap_or(usize::MAX),
-                )
+            for (row, place) in wanted
+                .zip(target.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX)))
+                .take(usize::try_from(part).unwrap_or(usize::MAX))
             {
                 let file = &index.files()[info.file as usize];
                 file.read_exact_at(info.offset + row * file_row, place, &info.name)?;

@@ -183,9 +183,10 @@ impl Arena {
         let Some(block) = state.blocks.get(run.block as usize).and_then(Option::as_ref) else {
             return Ok(None);
         };
-        let start = block.memory.start().wrapping_add(
-            usize::try_from(u64::from(run.slot) * self.slot_bytes).unwrap_or(usize::MAX),
-        );
+        let start = block
+            .memory
+            .start()
+            .wrapping_add(usize::try_from(u64::from(run.slot) * self.slot_bytes).unwrap_or(usize::MAX));
         Ok(Some(StagingBuffer { arena: Arc::clone(self), run, start, copies: Vec::with_capacity(2) }))
     }
 
@@ -231,8 +232,7 @@ impl Arena {
             if state.held_bytes() <= keep_bytes {
                 break;
             }
-            let idle =
-                state.blocks[index].as_ref().is_some_and(|block| block.free_slots == block.slots);
+            let idle = state.blocks[index].as_ref().is_some_and(|block| block.free_slots == block.slots);
             if idle && let Some(block) = state.blocks[index].take() {
                 freed += block.memory.bytes();
             }

@@ -20,8 +20,9 @@ pub struct HostMemoryFigures {
 /// `max(0.40 ram, min(0.90 ram, ram - 4 GiB, ram + swap - 16 GiB))`.
 pub fn page_locked_limit(figures: HostMemoryFigures) -> u64 {
     let HostMemoryFigures { ram, swap } = figures;
-    let generous =
-        (ram / 10 * 9).min(ram.saturating_sub(4 * GIB)).min((ram.saturating_add(swap)).saturating_sub(16 * GIB));
+    let generous = (ram / 10 * 9)
+        .min(ram.saturating_sub(4 * GIB))
+        .min((ram.saturating_add(swap)).saturating_sub(16 * GIB));
     (ram / 5 * 2).max(generous)
 }
 
@@ -75,7 +76,8 @@ mod tests {
 
     #[test]
     fn the_limit_follows_its_rule() {
-        let limit = |ram, swap| page_locked_limit(HostMemoryFigures { ram: ram * GIB, swap: swap * GIB }) / GIB;
+        let limit =
+            |ram, swap| page_locked_limit(HostMemoryFigures { ram: ram * GIB, swap: swap * GIB }) / GIB;
         assert_eq!(limit(128, 0), 112);
         assert_eq!(limit(64, 0), 48);
         assert_eq!(limit(24, 0), 9);

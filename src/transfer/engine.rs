@@ -88,7 +88,11 @@ impl Batch<'_> {
     }
 
     /// Enqueues a copy on a device that keeps no bytes: accounts and clock only.
-    pub(crate) fn copy_without_bytes(&self, to: DeviceRange, available: ModelTime) -> Result<(), DeviceError> {
+    pub(crate) fn copy_without_bytes(
+        &self,
+        to: DeviceRange,
+        available: ModelTime,
+    ) -> Result<(), DeviceError> {
         if self.engine.device.info().keeps_bytes {
             return Err(DeviceError::InvalidArgument {
                 call: "copy_to_device",
@@ -96,9 +100,7 @@ impl Batch<'_> {
             });
         }
         // SAFETY: a device without bytes reads no source; the target is as in `copy`.
-        unsafe {
-            self.engine.device.copy_to_device(to, std::ptr::null(), available, self.stream().id())
-        }
+        unsafe { self.engine.device.copy_to_device(to, std::ptr::null(), available, self.stream().id()) }
     }
 
     /// Ends the batch: the fence that its copies are done at.

@@ -26,7 +26,8 @@ use std::time::Duration;
 pub use error::DeviceError;
 pub use handle::{AddressRange, Event, Fence, FencePool, FrameSet, HostBlock, PoolAllocation, Stream};
 pub use kernels::{
-    HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, TwinArg, checksum,
+    FloatType, HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, PatchPart, TwinArg,
+    cast, cast_kernel, cast_launch, checksum, checksum_launch, patch, patch_kernel, patch_launch,
 };
 pub use open::open;
 

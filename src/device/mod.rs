@@ -29,7 +29,7 @@ pub use kernels::{
     FloatType, HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, PatchPart, TwinArg,
     cast, cast_kernel, cast_launch, checksum, checksum_launch, patch, patch_kernel, patch_launch,
 };
-pub use open::open;
+pub use open::{CudaString, DeviceString, open};
 
 use crate::units::{DeviceRange, ModelTime};
 

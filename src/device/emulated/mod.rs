@@ -1,1 +1,36 @@
-//! A card in host memory.
+//! A card in host memory: real bytes, real addresses, a hard capacity, and a modelled clock.
+//!
+//! Whatever would corrupt memory on a card is a typed error here: [`EmulatedDevice`] checks every range,
+//! stream and event that it is given, and refuses to take memory from under work in flight. Streams run
+//! on worker threads, so a copy really is in flight while the host goes on; times are modelled, so that
+//! they are the same on every machine.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `card` | options, the device, its test hooks |
+//! | `calls` | the calls that need no stream: ranges, frames, mappings, page locks |
+//! | `work` | the calls that enqueue or wait: streams, copies, launches, the pool, the clock |
+//! | `memory` | the books: ranges, pages, frames, who uses them |
+//! | `backing` | the memfd and its mappings |
+//! | `stream` | queues and worker threads |
+//! | `pool` | the activation pool's blocks |
+//! | `clock` | modelled times |
+//! | `fault` | failures and delays on demand |
+//!
+//! Lock order, outermost first: control (streams, events, engines), memory, a stream's queue. A host wait
+//! holds none. May import `units` and what `device` itself offers.
+
+mod backing;
+mod calls;
+mod card;
+mod clock;
+mod fault;
+mod memory;
+mod pool;
+mod stream;
+mod work;
+
+pub use card::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedDevice, EmulatedOptions};
+pub use clock::CallCosts;
+pub use fault::{CallKind, Fault, FaultError};
+pub use stream::Hold;

@@ -1,0 +1,498 @@
+//! The emulated device itself: how it is opened, what it owns, what tests may do to it.
+//!
+//! Owns the control lock (streams, events, engines) and what the workers share (memory, deferred errors).
+//! Dropping the device lets queued work run and joins the workers; they hold no device. May import
+//! everything of `emulated`.
+
+#![deny(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::thread::JoinHandle;
+
+use parking_lot::{Mutex, RwLock};
+
+use super::backing::{Backing, MappingBudget};
+use super::clock::{CallCosts, Engines, HostClock};
+use super::fault::{CallKind, Fault, FaultError, Faults};
+use super::memory::{Memory, Refusal};
+use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
+use crate::device::handle::host_page_bytes;
+use crate::device::kernels::{HostTwin, builtin};
+use crate::device::{
+    CallCounts, Device, DeviceError, DeviceInfo, DeviceKind, LiveObjects, MemoryFigures, StreamId,
+};
+use crate::units::{GIB, KIB, MIB, ModelTime, Rate, format_size};
+
+/// The default page of an emulated card in bytes, as on current CUDA cards.
+pub const DEFAULT_PAGE_BYTES: u64 = 2 * MIB;
+
+/// The default link, about what PCIe 4 x16 reaches.
+pub const DEFAULT_LINK: Rate = Rate(25_000_000_000);
+
+/// Errors that are kept for later; more are dropped, the first tell the story.
+const MOST_DEFERRED: usize = 64;
+
+/// How an emulated card is opened.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EmulatedOptions {
+    /// The card's size in bytes; rounded down to whole pages.
+    pub bytes: u64,
+    /// The granularity in bytes: a power of two and a multiple of the host's page.
+    pub page_bytes: u64,
+    /// The rate of copies in each direction.
+    pub link: Rate,
+    /// The rate of file reads; `None` is no cost at all.
+    pub disk: Option<Rate>,
+    /// Whether bytes are kept. Without, there are addresses, accounts and the clock, for cards and tables
+    /// larger than this machine; work is done as it is enqueued and moves nothing.
+    pub keeps_bytes: bool,
+    /// What calls cost on the modelled clock.
+    pub costs: CallCosts,
+    /// Whether new and released frames are filled with `0xDB`; on by default in debug builds.
+    pub poison: bool,
+    /// The most memory mappings that the process may have, all its emulated cards together; `None` is
+    /// three quarters of the system's limit.
+    pub max_mappings: Option<u64>,
+}
+
+impl EmulatedOptions {
+    /// A card of `bytes` with everything else at its default.
+    pub fn new(bytes: u64) -> Self {
+        Self {
+            bytes,
+            page_bytes: DEFAULT_PAGE_BYTES,
+            link: DEFAULT_LINK,
+            disk: None,
+            keeps_bytes: true,
+            costs: CallCosts::default(),
+            poison: cfg!(debug_assertions),
+            max_mappings: None,
+        }
+    }
+
+    /// The size in whole pages, or why the card cannot be.
+    pub(in crate::device) fn whole_pages(&self) -> Result<u64, String> {
+        let page = self.page_bytes;
+        if !page.is_power_of_two() || !page.is_multiple_of(host_page_bytes()) {
+            return Err(format!(
+                "its page of {page} bytes is not a power of two that is a multiple of the host's page, {}",
+                format_size(host_page_bytes())
+            ));
+        }
+        let pages = self.bytes / page;
+        if pages == 0 {
+            return Err(format!("its size of {} bytes is less than one page of {page}", self.bytes));
+        }
+        Ok(pages)
+    }
+
+    /// The device string that names such a card, as far as a string can.
+    fn name(&self, bytes: u64) -> String {
+        let mut name = format!("emulated:{}", exact_size(bytes));
+        if self.page_bytes != DEFAULT_PAGE_BYTES {
+            name += &format!(",page={}", exact_size(self.page_bytes));
+        }
+        if !self.keeps_bytes {
+            name += ",bytes=none";
+        }
+        name
+    }
+}
+
+/// A size in the largest unit that divides it.
+fn exact_size(bytes: u64) -> String {
+    for (unit, name) in [(GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")] {
+        if bytes.is_multiple_of(unit) {
+            return format!("{}{name}", bytes / unit);
+        }
+    }
+    bytes.to_string()
+}
+
+/// What the workers and the device both need.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) memory: Mutex<Memory>,
+    pub(super) delay_seed: AtomicU64,
+    deferred: Mutex<Vec<DeviceError>>,
+    /// The text of the failure that lost the device.
+    lost: OnceLock<String>,
+}
+
+impl Shared {
+    pub(super) fn defer(&self, error: DeviceError) {
+        if let DeviceError::Lost { first, .. } = &error {
+            let _ = self.lost.set(first.clone());
+        }
+        let mut deferred = self.deferred.lock();
+        if deferred.len() < MOST_DEFERRED {
+            deferred.push(error);
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct StreamEntry {
+    pub(super) queue: Arc<StreamQueue>,
+    /// The modelled end of the stream's work.
+    pub(super) end: ModelTime,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl StreamEntry {
+    /// The point that the stream has been given work up to.
+    pub(super) fn point(&self) -> Point {
+        Point { stream: Arc::clone(&self.queue), sequence: self.queue.enqueued(), time: self.end }
+    }
+}
+
+/// Streams, events and engines.
+#[derive(Debug, Default)]
+pub(super) struct Control {
+    pub(super) streams: HashMap<u64, StreamEntry>,
+    /// Each event's newest record.
+    pub(super) events: HashMap<u64, Option<Point>>,
+    pub(super) engines: Engines,
+    /// Destroyed streams whose work may still run.
+    closing: Vec<(Arc<StreamQueue>, JoinHandle<()>)>,
+    next_stream: u64,
+    pub(super) next_event: u64,
+    holds: Vec<Weak<HoldState>>,
+}
+
+impl Control {
+    pub(super) fn stream(
+        &mut self,
+        call: &'static str,
+        stream: StreamId,
+    ) -> Result<&mut StreamEntry, DeviceError> {
+        self.streams.get_mut(&stream.0).ok_or_else(|| DeviceError::Misuse {
+            call,
+            why: format!("stream {} does not exist (any more)", stream.0),
+        })
+    }
+
+    /// Starts a stream with its worker.
+    pub(super) fn start_stream(
+        &mut self,
+        shared: &Arc<Shared>,
+        inline: bool,
+    ) -> Result<StreamId, DeviceError> {
+        self.reap();
+        let id = StreamId(self.next_stream);
+        let queue = Arc::new(StreamQueue::new(id, inline));
+        let thread = if inline {
+            None
+        } else {
+            let (queue, shared) = (Arc::clone(&queue), Arc::clone(shared));
+            let builder = std::thread::Builder::new().name(format!("emulated-{}", id.0));
+            let spawned = builder.spawn(move || super::stream::run_worker(&queue, &shared));
+            Some(spawned.map_err(|error| DeviceError::Host {
+                call: "create_stream",
+                bytes: 0,
+                why: error.to_string(),
+            })?)
+        };
+        self.next_stream += 1;
+        self.streams.insert(id.0, StreamEntry { queue, end: ModelTime::ZERO, thread });
+        Ok(id)
+    }
+
+    /// Takes a stream's name away; its work still runs.
+    pub(super) fn end_stream(&mut self, stream: StreamId) -> Result<(), DeviceError> {
+        self.stream("destroy_stream", stream)?;
+        if let Some(StreamEntry { queue, thread: Some(thread), .. }) = self.streams.remove(&stream.0) {
+            queue.close();
+            self.closing.push((queue, thread));
+        }
+        self.reap();
+        Ok(())
+    }
+
+    /// Joins workers that have ended.
+    fn reap(&mut self) {
+        let (ended, running): (Vec<_>, Vec<_>) =
+            self.closing.drain(..).partition(|(_, thread)| thread.is_finished());
+        self.closing = running;
+        for (_, thread) in ended {
+            let _ = thread.join();
+        }
+        self.holds.retain(|hold| hold.strong_count() > 0);
+    }
+
+    /// All queues, of destroyed streams too.
+    fn queues(&self) -> impl Iterator<Item = &Arc<StreamQueue>> {
+        let streams = self.streams.values().map(|entry| &entry.queue);
+        streams.chain(self.closing.iter().map(|(queue, _)| queue))
+    }
+
+    /// The end of everything that was enqueued so far.
+    pub(super) fn all_points(&self) -> Vec<Point> {
+        let time = self.engines.last_end();
+        let point = |stream: &Arc<StreamQueue>| Point {
+            stream: Arc::clone(stream),
+            sequence: stream.enqueued(),
+            time,
+        };
+        self.queues().map(point).collect()
+    }
+}
+
+/// A card in host memory; see the module.
+#[derive(Debug)]
+pub struct EmulatedDevice {
+    pub(super) info: DeviceInfo,
+    pub(super) options: EmulatedOptions,
+    pub(super) shared: Arc<Shared>,
+    pub(super) control: Mutex<Control>,
+    pub(super) clock: HostClock,
+    pub(super) kernels: RwLock<Vec<(&'static str, HostTwin)>>,
+    counts: Mutex<CallCounts>,
+    faults: Faults,
+}
+
+impl EmulatedDevice {
+    /// Opens a card.
+    ///
+    /// # Errors
+    /// A page that is no power of two or no multiple of the host's page, a size below one page
+    /// ([`DeviceError::InvalidArgument`]); a host without memory or mappings left ([`DeviceError::Host`]).
+    pub fn open(options: EmulatedOptions) -> Result<Arc<Self>, DeviceError> {
+        let pages =
+            options.whole_pages().map_err(|why| DeviceError::InvalidArgument { call: "open", why })?;
+        let page_bytes = options.page_bytes;
+        let total_bytes = pages * page_bytes;
+        let name = options.name(total_bytes);
+        let budget = MappingBudget::new(options.max_mappings);
+        let backing = if options.keeps_bytes {
+            budget.check_open()?;
+            if u32::try_from(pages).is_err() || i64::try_from(total_bytes).is_err() {
+                let why = "more pages than a card in host memory can have; add `bytes=none`".to_owned();
+                return Err(DeviceError::Host { call: "open", bytes: total_bytes, why });
+            }
+            Some(Backing::new(pages, page_bytes, options.poison)?)
+        } else {
+            None
+        };
+        let memory = Memory::new(name.clone(), total_bytes, page_bytes, backing, budget);
+        Ok(Arc::new(Self {
+            info: DeviceInfo {
+                kind: DeviceKind::Emulated,
+                name,
+                total_bytes,
+                granularity: page_bytes,
+                virtual_memory: true,
+                host_addressable: options.keeps_bytes,
+                keeps_bytes: options.keeps_bytes,
+            },
+            shared: Arc::new(Shared {
+                memory: Mutex::new(memory),
+                delay_seed: AtomicU64::new(0),
+                deferred: Mutex::new(Vec::new()),
+                lost: OnceLock::new(),
+            }),
+            control: Mutex::new(Control::default()),
+            clock: HostClock::new(),
+            kernels: RwLock::new(builtin().kernels),
+            counts: Mutex::new(CallCounts::default()),
+            faults: Faults::default(),
+            options,
+        }))
+    }
+
+    /// What the card was opened with.
+    pub fn options(&self) -> &EmulatedOptions {
+        &self.options
+    }
+
+    // Test hooks.
+
+    /// Test hook: another process holds `bytes` of the card from now on.
+    pub fn set_other_bytes(&self, bytes: u64) {
+        self.shared.memory.lock().set_other_bytes(bytes);
+    }
+
+    /// Test hook: makes a call fail. A call that acquires or enqueues fails before it does anything; one
+    /// that gives something back ([`CallKind::releases`]) does its work and then reports the failure, so
+    /// that nothing leaks.
+    pub fn inject(&self, fault: Fault) {
+        self.faults.inject(fault);
+    }
+
+    /// Test hook: takes all injected faults away.
+    pub fn clear_faults(&self) {
+        self.faults.clear();
+    }
+
+    /// Test hook: how many injected failures were delivered.
+    pub fn faults_fired(&self) -> u64 {
+        self.faults.fired()
+    }
+
+    /// Test hook: from now on operations move their bytes or complete late, by up to 0.4 ms, as `seed`
+    /// says for each stream and number; zero turns that off. Modelled times do not change.
+    pub fn seed_delays(&self, seed: u64) {
+        self.shared.delay_seed.store(seed, Ordering::Relaxed);
+    }
+
+    /// Test hook: holds `stream` back from here on, until the answer is dropped (or the device is).
+    ///
+    /// It costs no modelled time. A wait for later work of the stream blocks as long as the hold lasts,
+    /// and so does a query that answers done by modelled time: charge compute after the hold to have it
+    /// answer *not done*.
+    ///
+    /// # Errors
+    /// An unknown stream is misuse; a device without bytes has no work in flight to hold.
+    pub fn hold(&self, stream: StreamId) -> Result<Hold, DeviceError> {
+        if !self.options.keeps_bytes {
+            return Err(DeviceError::Unsupported {
+                device: self.info.name.clone(),
+                what: "hold a stream".to_owned(),
+                advice: "open it without `bytes=none`".to_owned(),
+            });
+        }
+        let mut control = self.control.lock();
+        let state = Arc::new(HoldState::default());
+        control.stream("hold", stream)?.queue.push(Work::Hold(Arc::clone(&state)));
+        control.holds.push(Arc::downgrade(&state));
+        Ok(Hold { state })
+    }
+
+    /// Test hook: the deferred errors that no call has answered with yet; takes them away.
+    pub fn take_deferred(&self) -> Vec<DeviceError> {
+        std::mem::take(&mut *self.shared.deferred.lock())
+    }
+
+    // What every call goes through.
+
+    /// Begins a call that may fail before it does anything.
+    pub(super) fn enter(&self, kind: CallKind, bytes: u64) -> Result<(), DeviceError> {
+        if let Some(first) = self.shared.lost.get() {
+            return Err(self.lost(first.clone()));
+        }
+        {
+            let mut deferred = self.shared.deferred.lock();
+            if !deferred.is_empty() {
+                return Err(deferred.remove(0));
+            }
+        }
+        self.strike(kind, bytes).map_or(Ok(()), Err)
+    }
+
+    /// The injected failure of a call, if it has one.
+    pub(super) fn strike(&self, kind: CallKind, bytes: u64) -> Option<DeviceError> {
+        let call = kind.name();
+        Some(match self.faults.strike(kind)? {
+            FaultError::Refused => DeviceError::Driver { call, code: 999, name: "unknown".to_owned() },
+            FaultError::OutOfMemory => self.shared.memory.lock().out_of_memory(call, bytes),
+            FaultError::Exactly(error) => error,
+            FaultError::Lost => {
+                let first = format!("an injected failure of {call}");
+                let _ = self.shared.lost.set(first.clone());
+                self.lost(first)
+            }
+        })
+    }
+
+    fn lost(&self, first: String) -> DeviceError {
+        DeviceError::Lost { device: self.info.name.clone(), first }
+    }
+
+    /// Counts a call that succeeded.
+    pub(super) fn count(&self, change: impl FnOnce(&mut CallCounts)) {
+        change(&mut self.counts.lock());
+    }
+
+    /// Names the operation that a refusal is about. Call it without the memory lock.
+    pub(super) fn named(&self, call: &'static str, refusal: Refusal) -> DeviceError {
+        let user = match &refusal {
+            Refusal::Error(_) => None,
+            Refusal::InUse(page) => self.find_user(|work| {
+                let (ranges, len) = work.ranges();
+                ranges[..len].iter().any(|range| range.overlaps(*page))
+            }),
+            Refusal::HostInUse(block) => {
+                self.find_user(|work| work.host().is_some_and(|span| span.as_range().overlaps(*block)))
+            }
+        };
+        refusal.name(call, user)
+    }
+
+    fn find_user(&self, concerns: impl Fn(&Work) -> bool) -> Option<(&'static str, u64, u64)> {
+        let control = self.control.lock();
+        control.queues().find_map(|queue| {
+            let (call, sequence) = queue.find(&concerns)?;
+            Some((call, queue.id().0, sequence))
+        })
+    }
+}
+
+impl Device for EmulatedDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn memory(&self) -> Result<MemoryFigures, DeviceError> {
+        self.enter(CallKind::Memory, 0)?;
+        Ok(self.shared.memory.lock().figures())
+    }
+
+    fn counts(&self) -> CallCounts {
+        *self.counts.lock()
+    }
+
+    fn live(&self) -> LiveObjects {
+        let control = self.control.lock();
+        let memory = self.shared.memory.lock();
+        LiveObjects {
+            frames: memory.live_frames(),
+            ranges: memory.live_ranges(),
+            mappings: memory.live_mappings(),
+            streams: control.streams.len() as u64,
+            events: control.events.len() as u64,
+            page_locked_bytes: memory.page_locked_bytes(),
+            pool_used_bytes: memory.pool.figures().used,
+        }
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        let answer = self.enter(CallKind::Synchronize, 0);
+        // Also a lost device's work ends before its memory may go.
+        let (points, end) = {
+            let control = self.control.lock();
+            (control.all_points(), control.engines.last_end())
+        };
+        points.iter().for_each(Point::wait);
+        answer?;
+        self.clock.reach(end);
+        self.count(|counts| counts.device_sync += 1);
+        Ok(())
+    }
+
+    fn defer(&self, error: DeviceError) {
+        self.shared.defer(error);
+    }
+}
+
+impl Drop for EmulatedDevice {
+    fn drop(&mut self) {
+        let control = self.control.get_mut();
+        for hold in control.holds.drain(..).filter_map(|hold| hold.upgrade()) {
+            hold.release();
+        }
+        for (_, entry) in control.streams.drain() {
+            entry.queue.close();
+            if let Some(thread) = entry.thread {
+                control.closing.push((entry.queue, thread));
+            }
+        }
+        for (_, thread) in control.closing.drain(..) {
+            // A twin that dropped the last handle would be this thread itself; it ends on its own.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Streams as queues with a worker thread each: work runs in order, beside the host and other streams.
+//!
+//! Owns the queues and the worker's loop. An operation is a plain value; in steady state enqueueing one
+//! allocates nothing. The operation in progress stays at the front of its queue until it is done, so that
+//! a collision can name it. A worker holds the queue, the memory and the list of deferred errors, never
+//! the device, so dropping the device can join it.
+//!
+//! Locking: one lock a queue, the innermost of the device. A worker takes it, the memory lock, and it
+//! again, never two at once. Every completion is published under the queue's lock, which orders the
+//! worker's writes before the reads of whoever waited. May import `kernels`, `units`.
+
+#![expect(unsafe_code, reason = "workers move bytes between addresses that were checked at enqueueing")]
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::card::Shared;
+use super::fault::delay;
+use super::memory::HostSpan;
+use crate::device::kernels::{HostTwin, KernelArg, Launch, MAX_KERNEL_ARGS, TwinArg};
+use crate::device::{DeviceError, StreamId};
+use crate::units::{DeviceRange, ModelTime};
+
+/// Operations that a queue holds before it has to grow.
+const QUEUE_CAPACITY: usize = 256;
+
+/// One operation: a plain value.
+#[derive(Clone, Debug)]
+#[expect(clippy::large_enum_variant, reason = "a launch in a box would be an allocation an operation")]
+pub(super) enum Work {
+    ToDevice { to: DeviceRange, from: HostSpan },
+    ToHost { to: HostSpan, from: DeviceRange },
+    OnDevice { to: DeviceRange, from: DeviceRange },
+    Fill { to: DeviceRange, value: u8 },
+    Launch { launch: Launch, twin: HostTwin },
+    Wait(Point),
+    Hold(Arc<HoldState>),
+}
+
+impl Work {
+    /// The call that enqueued it.
+    pub(super) fn call(&self) -> &'static str {
+        match self {
+            Self::ToDevice { .. } => "copy_to_device",
+            Self::ToHost { .. } => "copy_to_host",
+            Self::OnDevice { .. } => "copy_on_device",
+            Self::Fill { .. } => "fill",
+            Self::Launch { .. } => "launch",
+            Self::Wait(_) => "stream_wait",
+            Self::Hold(_) => "hold",
+        }
+    }
+
+    /// The device ranges that it touches.
+    pub(super) fn ranges(&self) -> ([DeviceRange; MAX_KERNEL_ARGS], usize) {
+        let mut all = [DeviceRange::default(); MAX_KERNEL_ARGS];
+        let mut len = 0;
+        let mut add = |range: DeviceRange| {
+            all[len] = range;
+            len += 1;
+        };
+        match self {
+            Self::ToDevice { to: range, .. }
+            | Self::ToHost { from: range, .. }
+            | Self::Fill { to: range, .. } => add(*range),
+            Self::OnDevice { to, from } => {
+                add(*to);
+                add(*from);
+            }
+            Self::Launch { launch, .. } => {
+                for arg in launch.args.as_slice() {
+                    if let KernelArg::Read(range) | KernelArg::Write(range) = arg {
+                        add(*range);
+                    }
+                }
+            }
+            Self::Wait(_) | Self::Hold(_) => {}
+        }
+        (all, len)
+    }
+
+    /// The host memory that it touches, to be marked as counted.
+    pub(super) fn host_mut(&mut self) -> Option<&mut HostSpan> {
+        match self {
+            Self::ToDevice { from: span, .. } | Self::ToHost { to: span, .. } => Some(span),
+            _ => None,
+        }
+    }
+
+    /// The host memory that it touches.
+    pub(super) fn host(&self) -> Option<HostSpan> {
+        match self {
+            Self::ToDevice { from: span, .. } | Self::ToHost { to: span, .. } => Some(*span),
+            _ => None,
+        }
+    }
+}
+
+/// A point of a stream: all work up to a sequence number, and its modelled time.
+#[derive(Clone)]
+pub(super) struct Point {
+    pub(super) stream: Arc<StreamQueue>,
+    pub(super) sequence: u64,
+    pub(super) time: ModelTime,
+}
+
+impl Point {
+    /// Whether the work has really been done.
+    pub(super) fn is_complete(&self) -> bool {
+        self.stream.queue.lock().completed >= self.sequence
+    }
+
+    /// Blocks until the work has really been done.
+    pub(super) fn wait(&self) {
+        let mut queue = self.stream.queue.lock();
+        while queue.completed < self.sequence {
+            self.stream.done.wait(&mut queue);
+        }
+    }
+}
+
+impl fmt::Debug for Point {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stream {} #{} at {} ns", self.stream.id.0, self.sequence, self.time.0)
+    }
+}
+
+#[derive(Debug)]
+struct Queue {
+    /// Unfinished work; the front is in progress.
+    work: VecDeque<Work>,
+    enqueued: u64,
+    completed: u64,
+    closed: bool,
+}
+
+/// A stream's queue.
+#[derive(Debug)]
+pub(super) struct StreamQueue {
+    id: StreamId,
+    /// Whether nobody works on the queue: work is done as it comes.
+    inline: bool,
+    queue: Mutex<Queue>,
+    /// Something was enqueued, or the queue was closed.
+    added: Condvar,
+    /// Something was completed.
+    done: Condvar,
+}
+
+impl StreamQueue {
+    /// An empty queue; with `inline`, work counts as done when it is enqueued and never runs.
+    pub(super) fn new(id: StreamId, inline: bool) -> Self {
+        let work = VecDeque::with_capacity(if inline { 0 } else { QUEUE_CAPACITY });
+        Self {
+            id,
+            inline,
+            queue: Mutex::new(Queue { work, enqueued: 0, completed: 0, closed: false }),
+            added: Condvar::new(),
+            done: Condvar::new(),
+        }
+    }
+
+    pub(super) fn id(&self) -> StreamId {
+        self.id
+    }
+
+    /// Enqueues work.
+    pub(super) fn push(&self, work: Work) {
+        let mut queue = self.queue.lock();
+        queue.enqueued += 1;
+        if self.inline {
+            queue.completed += 1;
+        } else {
+            queue.work.push_back(work);
+            self.added.notify_one();
+        }
+    }
+
+    /// The number of the newest work.
+    pub(super) fn enqueued(&self) -> u64 {
+        self.queue.lock().enqueued
+    }
+
+    /// Lets the worker end when everything is done.
+    pub(super) fn close(&self) {
+        self.queue.lock().closed = true;
+        self.added.notify_one();
+    }
+
+    /// The first unfinished operation that `concerns`: its call and number.
+    pub(super) fn find(&self, concerns: impl Fn(&Work) -> bool) -> Option<(&'static str, u64)> {
+        let queue = self.queue.lock();
+        let index = queue.work.iter().position(concerns)?;
+        Some((queue.work[index].call(), queue.completed + 1 + index as u64))
+    }
+}
+
+/// What holds a stream back until it is let go.
+#[derive(Debug, Default)]
+pub(super) struct HoldState {
+    released: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl HoldState {
+    pub(super) fn release(&self) {
+        *self.released.lock() = true;
+        self.changed.notify_all();
+    }
+
+    fn wait(&self) {
+        let mut released = self.released.lock();
+        while !*released {
+            self.changed.wait(&mut released);
+        }
+    }
+}
+
+/// Holds a stream back at one point until this is dropped: a test hook, see
+/// [`super::EmulatedDevice::hold`].
+#[derive(Debug)]
+#[must_use = "the stream runs on as soon as this is dropped"]
+pub struct Hold {
+    pub(super) state: Arc<HoldState>,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.state.release();
+    }
+}
+
+/// The loop of a stream's worker thread.
+pub(super) fn run_worker(stream: &StreamQueue, shared: &Shared) {
+    loop {
+        let (work, sequence) = {
+            let mut queue = stream.queue.lock();
+            loop {
+                if let Some(front) = queue.work.front() {
+                    break (front.clone(), queue.completed + 1);
+                }
+                if queue.closed {
+                    return;
+                }
+                stream.added.wait(&mut queue);
+            }
+        };
+        let delay = delay(shared.delay_seed.load(Ordering::Relaxed), stream.id.0, sequence);
+        pause(delay.before);
+        if let Err(why) = execute(&work) {
+            let call = work.call();
+            let why = format!("{call} enqueued at stream {} #{sequence}: {why}", stream.id.0);
+            shared.defer(DeviceError::Misuse { call, why });
+        }
+        pause(delay.after);
+        shared.memory.lock().end(&work);
+        drop(work);
+        let finished = {
+            let mut queue = stream.queue.lock();
+            queue.completed = sequence;
+            stream.done.notify_all();
+            queue.work.pop_front()
+        };
+        drop(finished);
+    }
+}
+
+fn pause(duration: std::time::Duration) {
+    if !duration.is_zero() {
+        std::thread::sleep(duration);
+    }
+}
+
+/// Runs one operation.
+fn execute(work: &Work) -> Result<(), String> {
+    match *work {
+        // SAFETY: the device range was checked at enqueueing to be accessible, and stays so because every
+        // page of it is counted as in use until `Memory::end`; that the host's side is valid until then is
+        // the promise of whoever made the unsafe call.
+        Work::ToDevice { to, from } => unsafe { copy(from.pointer(), device_pointer(to), to.bytes) },
+        // SAFETY: as above, with the roles exchanged.
+        Work::ToHost { to, from } => unsafe { copy(device_pointer(from), to.pointer(), from.bytes) },
+        // SAFETY: both ranges were checked at enqueueing and are counted as in use.
+        Work::OnDevice { to, from } => unsafe { copy(device_pointer(from), device_pointer(to), to.bytes) },
+        Work::Fill { to, value } => {
+            if to.bytes > 0 {
+                // SAFETY: the range was checked at enqueueing and is counted as in use.
+                unsafe { std::ptr::write_bytes(device_pointer(to), value, length(to.bytes)) };
+            }
+        }
+        Work::Launch { ref launch, twin } => return run_twin(launch, twin),
+        Work::Wait(ref point) => point.wait(),
+        Work::Hold(ref state) => state.wait(),
+    }
+    Ok(())
+}
+
+/// A device address as the pointer that it is here, where the device lives in host memory.
+fn device_pointer(range: DeviceRange) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(length(range.start.0))
+}
+
+/// A number of bytes that lies in this process's address space.
+fn length(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+/// Copies bytes that may overlap (two addresses may stand for one frame).
+///
+/// # Safety
+/// Both pointers are valid for `bytes` bytes, unless `bytes` is zero.
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: u64) {
+    if bytes > 0 {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy(from, to, length(bytes)) };
+    }
+}
+
+fn run_twin(launch: &Launch, twin: HostTwin) -> Result<(), String> {
+    let mut args: [TwinArg<'_>; MAX_KERNEL_ARGS] = [const { TwinArg::U32(0) }; MAX_KERNEL_ARGS];
+    let given = launch.args.as_slice();
+    for (slot, arg) in args.iter_mut().zip(given) {
+        *slot = match *arg {
+            KernelArg::Read(range) if range.bytes == 0 => TwinArg::Read(&[]),
+            KernelArg::Write(range) if range.bytes == 0 => TwinArg::Write(&mut []),
+            // SAFETY: the range was checked at enqueueing and is counted as in use; no written range of
+            // the launch overlaps it; other work that writes it is ordered by the launch's caller.
+            KernelArg::Read(range) => TwinArg::Read(unsafe {
+                std::slice::from_raw_parts(device_pointer(range), length(range.bytes))
+            }),
+            // SAFETY: as above, and no other argument overlaps it (checked at enqueueing).
+            KernelArg::Write(range) => TwinArg::Write(unsafe {
+                std::slice::from_raw_parts_mut(device_pointer(range), length(range.bytes))
+            }),
+            KernelArg::U32(value) => TwinArg::U32(value),
+            KernelArg::U64(value) => TwinArg::U64(value),
+            KernelArg::F32(value) => TwinArg::F32(value),
+        };
+    }
+    let args = &mut args[..given.len()];
+    catch_unwind(AssertUnwindSafe(|| twin(args))).unwrap_or_else(|_| Err("the kernel's twin panicked".into()))
+}

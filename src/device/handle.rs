@@ -21,19 +21,17 @@ use crate::units::{DeviceAddress, DeviceRange};
 pub struct Stream {
     device: SharedDevice,
     id: StreamId,
-    /// Whether somebody else created it and keeps it.
-    adopted: bool,
 }
 
 impl Stream {
     /// Creates a stream.
     pub fn new(device: &SharedDevice, priority: StreamPriority) -> Result<Self, DeviceError> {
         let id = device.create_stream(priority)?;
-        Ok(Self { device: Arc::clone(device), id, adopted: false })
+        Ok(Self { device: Arc::clone(device), id })
     }
 
     /// Registers a stream that somebody else created, by its driver's handle (a `CUstream` on a card, where
-    /// null stands for the legacy default stream). The handle is not destroyed.
+    /// null stands for the legacy default stream). A drop ends the registration and leaves the stream alone.
     ///
     /// # Errors
     /// [`DeviceError::InvalidArgument`] for the per-thread default stream and for a stream of another
@@ -45,12 +43,7 @@ impl Stream {
     pub unsafe fn adopt(device: &SharedDevice, stream: *mut std::ffi::c_void) -> Result<Self, DeviceError> {
         // SAFETY: the caller's promise.
         let id = unsafe { device.adopt_stream(stream)? };
-        Ok(Self { device: Arc::clone(device), id, adopted: true })
-    }
-
-    /// Whether somebody else created the stream and keeps it.
-    pub fn is_adopted(&self) -> bool {
-        self.adopted
+        Ok(Self { device: Arc::clone(device), id })
     }
 
     /// Ends the registration and answers a fence on the last point of the stream: whatever was used on it
@@ -107,9 +100,6 @@ impl fmt::Debug for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.adopted {
-            return;
-        }
         // SAFETY: this handle is the only owner of `id` and goes away.
         if let Err(error) = unsafe { self.device.destroy_stream(self.id) } {
             self.device.defer(error);

@@ -277,8 +277,8 @@ pub trait Streams {
     unsafe fn destroy_stream(&self, stream: StreamId) -> Result<(), DeviceError>;
 
     /// Registers a stream that somebody else created, by its driver's handle, and answers the number that
-    /// the other calls take. The caller keeps the stream; it is never passed to
-    /// [`Self::destroy_stream`]. On a card null means the legacy default stream.
+    /// the other calls take. [`Self::destroy_stream`] ends the registration and leaves the stream alone. On
+    /// a card null means the legacy default stream.
     ///
     /// # Safety
     /// `stream` is null, one of the driver's default streams, or a live stream of this process, and stays

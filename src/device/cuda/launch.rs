@@ -16,7 +16,6 @@ use parking_lot::RwLock;
 use super::card::{CudaDevice, code_name, count};
 use super::code::{Class, classify};
 use super::driver::{Driver, Refusal};
-use super::stream::raw_stream;
 use crate::device::kernels::builtin;
 use crate::device::{
     DeviceError, KernelArg, KernelId, KernelModule, Kernels, Launch, MAX_KERNEL_ARGS, StreamId,
@@ -225,6 +224,7 @@ impl Kernels for CudaDevice {
     }
 
     unsafe fn launch(&self, launch: &Launch, stream: StreamId) -> Result<(), DeviceError> {
+        let stream = self.raw_stream("launch", stream)?;
         let _bound = self.enter()?;
         let function = {
             let state = self.kernels.0.read();
@@ -260,7 +260,7 @@ impl Kernels for CudaDevice {
                 block_y,
                 block_z,
                 launch.shared_bytes,
-                raw_stream(stream),
+                stream,
                 pointers.as_mut_ptr(),
                 null_mut(),
             )

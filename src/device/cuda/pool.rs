@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use super::card::{CudaDevice, location};
 use super::code::{Class, NOT_READY, classify};
 use super::driver::{Driver, Refusal};
-use super::stream::{EVENT_FLAGS, raw_stream};
+use super::stream::EVENT_FLAGS;
 use crate::device::{ActivationPool, DeviceError, PoolFigures, StreamId};
 use crate::units::{DeviceAddress, DeviceRange};
 
@@ -233,17 +233,17 @@ impl CudaDevice {
     }
 
     /// Frees an allocation that is not in the table. The context is bound.
-    fn free_in_order(&self, address: u64, bytes: u64, stream: StreamId) -> Result<(), Refusal> {
+    fn free_in_order(&self, address: u64, bytes: u64, stream: sys::CUstream) -> Result<(), Refusal> {
         if self.pool.is_native() {
             // SAFETY: a live allocation of the pool, whose other uses are ordered before this point of the
             // stream; both are the caller's promise.
-            return unsafe { self.driver.mem_free_async(address, raw_stream(stream)) };
+            return unsafe { self.driver.mem_free_async(address, stream) };
         }
         let mut event = null_mut();
         // SAFETY: the pointer is valid for the call.
         unsafe { self.driver.event_create(&raw mut event, EVENT_FLAGS)? };
         // SAFETY: the event was made above, the stream is live.
-        if let Err(refusal) = unsafe { self.driver.event_record(event, raw_stream(stream)) } {
+        if let Err(refusal) = unsafe { self.driver.event_record(event, stream) } {
             // SAFETY: ours, not named again.
             let _ = unsafe { self.driver.event_destroy(event) };
             return Err(refusal);
@@ -262,6 +262,7 @@ impl ActivationPool for CudaDevice {
                 why: format!("{bytes} bytes are no allocation"),
             });
         };
+        let stream = self.raw_stream("pool_allocate", stream)?;
         let _bound = self.enter()?;
         self.pool.reap(self.driver, false).map_err(|refusal| self.refused(refusal))?;
         self.make_pool_room(bytes)?;
@@ -269,12 +270,7 @@ impl ActivationPool for CudaDevice {
         let answer = if self.pool.is_native() {
             // SAFETY: the pool is live, and so is the stream, says the caller.
             unsafe {
-                self.driver.mem_alloc_from_pool_async(
-                    &raw mut address,
-                    length,
-                    self.pool.native,
-                    raw_stream(stream),
-                )
+                self.driver.mem_alloc_from_pool_async(&raw mut address, length, self.pool.native, stream)
             }
         } else {
             // SAFETY: the pointer is valid for the call.
@@ -293,6 +289,7 @@ impl ActivationPool for CudaDevice {
     }
 
     unsafe fn pool_free(&self, range: DeviceRange, stream: StreamId) -> Result<(), DeviceError> {
+        let stream = self.raw_stream("pool_free", stream)?;
         self.pool.forget(range)?;
         let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
         match self.free_in_order(range.start.0, range.bytes, stream) {
@@ -302,7 +299,7 @@ impl ActivationPool for CudaDevice {
                 // SAFETY: the stream is live; a plain free takes pool memory too, and nothing uses it once
                 // the stream is done.
                 unsafe {
-                    self.driver.stream_synchronize(raw_stream(stream))?;
+                    self.driver.stream_synchronize(stream)?;
                     self.driver.mem_free(range.start.0)
                 }
             }),

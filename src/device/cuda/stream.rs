@@ -3,15 +3,20 @@
 //! Our own streams are non-blocking. A foreign stream is adopted only if it belongs to the primary context;
 //! the null stream becomes the legacy stream's handle, which means the same from every thread; the
 //! per-thread default stream is refused, since recorded from another thread it means that thread's.
-//! Takes no lock.
+//!
+//! Streams and events have numbers of our own, which are never used again: the driver hands out addresses,
+//! and uses those again, so that one that is gone would pass for a newer one. One reader-writer lock a
+//! table, held only to look up.
 
 #![expect(unsafe_code, reason = "calls into the driver library")]
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys;
+use parking_lot::RwLock;
 
 use super::card::{CudaDevice, count};
 use super::code::NOT_READY;
@@ -32,8 +37,41 @@ const PER_THREAD_STREAM: usize = 2;
 pub(super) struct StreamState {
     /// Priorities of ordinary and of urgent streams; `None` if the driver has none.
     priorities: Option<(i32, i32)>,
-    streams: AtomicU64,
-    events: AtomicU64,
+    streams: Numbers<StreamHandle>,
+    events: Numbers<usize>,
+}
+
+/// A stream's driver handle, and whose it is.
+#[derive(Clone, Copy)]
+struct StreamHandle {
+    handle: usize,
+    adopted: bool,
+}
+
+/// Things by numbers that are never used again.
+struct Numbers<T> {
+    next: AtomicU64,
+    things: RwLock<HashMap<u64, T>>,
+}
+
+impl<T: Copy> Numbers<T> {
+    fn new() -> Self {
+        Self { next: AtomicU64::new(1), things: RwLock::new(HashMap::new()) }
+    }
+
+    fn add(&self, thing: T) -> u64 {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.things.write().insert(number, thing);
+        number
+    }
+
+    fn get(&self, number: u64) -> Option<T> {
+        self.things.read().get(&number).copied()
+    }
+
+    fn take(&self, number: u64) -> Option<T> {
+        self.things.write().remove(&number)
+    }
 }
 
 impl StreamState {
@@ -45,27 +83,24 @@ impl StreamState {
         Self {
             // A lower number is more urgent; 0 is the default and lies in the range.
             priorities: range.ok().map(|()| (0.clamp(greatest.min(least), least), greatest.min(least))),
-            streams: AtomicU64::new(0),
-            events: AtomicU64::new(0),
+            streams: Numbers::new(),
+            events: Numbers::new(),
         }
     }
 
+    /// Streams that were created here and not destroyed.
     pub(super) fn live_streams(&self) -> u64 {
-        self.streams.load(Ordering::Relaxed)
+        self.streams.things.read().values().filter(|stream| !stream.adopted).count() as u64
     }
 
+    /// Events that were created here and not destroyed.
     pub(super) fn live_events(&self) -> u64 {
-        self.events.load(Ordering::Relaxed)
+        self.events.things.read().len() as u64
     }
 }
 
-/// The driver's handle of a stream.
-pub(super) fn raw_stream(stream: StreamId) -> sys::CUstream {
-    without_provenance_mut(usize::try_from(stream.0).unwrap_or(0))
-}
-
-fn raw_event(event: EventId) -> sys::CUevent {
-    without_provenance_mut(usize::try_from(event.0).unwrap_or(0))
+fn gone(call: &'static str, what: &str, number: u64) -> DeviceError {
+    DeviceError::Misuse { call, why: format!("{what} {number} does not exist (any more)") }
 }
 
 /// What a foreign stream's handle stands for: pure.
@@ -88,6 +123,21 @@ fn sort_foreign(handle: usize) -> Foreign {
 }
 
 impl CudaDevice {
+    /// The driver's handle of a stream.
+    pub(super) fn raw_stream(
+        &self,
+        call: &'static str,
+        stream: StreamId,
+    ) -> Result<sys::CUstream, DeviceError> {
+        let known = self.streams.streams.get(stream.0).ok_or_else(|| gone(call, "stream", stream.0))?;
+        Ok(without_provenance_mut(known.handle))
+    }
+
+    fn raw_event(&self, call: &'static str, event: EventId) -> Result<sys::CUevent, DeviceError> {
+        let handle = self.streams.events.get(event.0).ok_or_else(|| gone(call, "event", event.0))?;
+        Ok(without_provenance_mut(handle))
+    }
+
     /// Checks that a created stream belongs to our context, which is bound.
     fn check_context(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
         let mut context = null_mut();
@@ -128,22 +178,26 @@ impl Streams for CudaDevice {
             answer => answer,
         }
         .map_err(|refusal| self.refused(refusal))?;
-        self.streams.streams.fetch_add(1, Ordering::Relaxed);
-        Ok(StreamId(stream as u64))
+        let known = StreamHandle { handle: stream.addr(), adopted: false };
+        Ok(StreamId(self.streams.streams.add(known)))
     }
 
     unsafe fn destroy_stream(&self, stream: StreamId) -> Result<(), DeviceError> {
-        self.streams.streams.fetch_sub(1, Ordering::Relaxed);
+        let known = self.streams.streams.take(stream.0);
+        let known = known.ok_or_else(|| gone("destroy_stream", "stream", stream.0))?;
+        if known.adopted {
+            return Ok(());
+        }
         let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
-        // SAFETY: created by us and not named again, says the caller.
-        self.give_back(|| unsafe { self.driver.stream_destroy(raw_stream(stream)) })
+        // SAFETY: created by us, taken out of the table, and so not named again.
+        self.give_back(|| unsafe { self.driver.stream_destroy(without_provenance_mut(known.handle)) })
     }
 
     unsafe fn adopt_stream(&self, stream: *mut c_void) -> Result<StreamId, DeviceError> {
         let _bound = self.enter()?;
-        match sort_foreign(stream.addr()) {
-            Foreign::Legacy => Ok(StreamId(LEGACY_STREAM as u64)),
-            Foreign::PerThread => Err(DeviceError::InvalidArgument {
+        let handle = match sort_foreign(stream.addr()) {
+            Foreign::Legacy => LEGACY_STREAM,
+            Foreign::PerThread => return Err(DeviceError::InvalidArgument {
                 call: "adopt_stream",
                 why: "the per-thread default stream means another stream on every thread; create a stream, \
                       or use the legacy default stream"
@@ -151,16 +205,18 @@ impl Streams for CudaDevice {
             }),
             Foreign::Created => {
                 self.check_context(stream.cast())?;
-                Ok(StreamId(stream as u64))
+                stream.addr()
             }
-        }
+        };
+        Ok(StreamId(self.streams.streams.add(StreamHandle { handle, adopted: true })))
     }
 
     unsafe fn is_capturing(&self, stream: StreamId) -> Result<bool, DeviceError> {
+        let stream = self.raw_stream("is_capturing", stream)?;
         let _bound = self.enter()?;
         let mut status = 0;
         // SAFETY: a live stream, says the caller; the pointer is valid for the call.
-        match unsafe { self.driver.stream_is_capturing(raw_stream(stream), &raw mut status) } {
+        match unsafe { self.driver.stream_is_capturing(stream, &raw mut status) } {
             Ok(()) => Ok(status != 0),
             // A driver without the call captures nothing.
             Err(Refusal { code: MISSING, .. }) => Ok(false),
@@ -174,37 +230,40 @@ impl Streams for CudaDevice {
         // SAFETY: the pointer is valid for the call.
         unsafe { self.driver.event_create(&raw mut event, EVENT_FLAGS) }
             .map_err(|refusal| self.refused(refusal))?;
-        self.streams.events.fetch_add(1, Ordering::Relaxed);
-        Ok(EventId(event as u64))
+        Ok(EventId(self.streams.events.add(event.addr())))
     }
 
     unsafe fn destroy_event(&self, event: EventId) -> Result<(), DeviceError> {
-        self.streams.events.fetch_sub(1, Ordering::Relaxed);
+        let handle = self.streams.events.take(event.0);
+        let handle = handle.ok_or_else(|| gone("destroy_event", "event", event.0))?;
         let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
-        // SAFETY: created by us and not named again, says the caller.
-        self.give_back(|| unsafe { self.driver.event_destroy(raw_event(event)) })
+        // SAFETY: created by us, taken out of the table, and so not named again.
+        self.give_back(|| unsafe { self.driver.event_destroy(without_provenance_mut(handle)) })
     }
 
     unsafe fn record(&self, event: EventId, stream: StreamId) -> Result<(), DeviceError> {
+        let event = self.raw_event("record", event)?;
+        let stream = self.raw_stream("record", stream)?;
         let _bound = self.enter()?;
         count(&self.counters.record, 1);
         // SAFETY: both live, says the caller.
-        unsafe { self.driver.event_record(raw_event(event), raw_stream(stream)) }
-            .map_err(|refusal| self.refused(refusal))
+        unsafe { self.driver.event_record(event, stream) }.map_err(|refusal| self.refused(refusal))
     }
 
     unsafe fn stream_wait(&self, stream: StreamId, event: EventId) -> Result<(), DeviceError> {
+        let stream = self.raw_stream("stream_wait", stream)?;
+        let event = self.raw_event("stream_wait", event)?;
         let _bound = self.enter()?;
         count(&self.counters.stream_wait, 1);
         // SAFETY: both live, says the caller.
-        unsafe { self.driver.stream_wait_event(raw_stream(stream), raw_event(event), 0) }
-            .map_err(|refusal| self.refused(refusal))
+        unsafe { self.driver.stream_wait_event(stream, event, 0) }.map_err(|refusal| self.refused(refusal))
     }
 
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError> {
+        let event = self.raw_event("query", event)?;
         let _bound = self.enter()?;
         // SAFETY: live, says the caller.
-        match unsafe { self.driver.event_query(raw_event(event)) } {
+        match unsafe { self.driver.event_query(event) } {
             Ok(()) => Ok(true),
             Err(Refusal { code: NOT_READY, .. }) => Ok(false),
             Err(refusal) => Err(self.refused(refusal)),
@@ -212,17 +271,19 @@ impl Streams for CudaDevice {
     }
 
     unsafe fn wait_event(&self, event: EventId) -> Result<(), DeviceError> {
+        let event = self.raw_event("wait_event", event)?;
         let _bound = self.enter()?;
         count(&self.counters.host_wait, 1);
         // SAFETY: live, says the caller.
-        unsafe { self.driver.event_synchronize(raw_event(event)) }.map_err(|refusal| self.refused(refusal))
+        unsafe { self.driver.event_synchronize(event) }.map_err(|refusal| self.refused(refusal))
     }
 
     unsafe fn wait_stream(&self, stream: StreamId) -> Result<(), DeviceError> {
+        let stream = self.raw_stream("wait_stream", stream)?;
         let _bound = self.enter()?;
         count(&self.counters.host_wait, 1);
         // SAFETY: live, says the caller.
-        unsafe { self.driver.stream_synchronize(raw_stream(stream)) }.map_err(|refusal| self.refused(refusal))
+        unsafe { self.driver.stream_synchronize(stream) }.map_err(|refusal| self.refused(refusal))
     }
 }
 
@@ -257,15 +318,14 @@ impl Copies for CudaDevice {
         stream: StreamId,
     ) -> Result<(), DeviceError> {
         let bytes = self.check_host("copy_to_device", from, to.bytes)?;
+        let stream = self.raw_stream("copy_to_device", stream)?;
         let _bound = self.enter()?;
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: source and target are valid until the copy is done, says the caller.
-        unsafe {
-            self.driver.memcpy_htod_async(to.start.0, from.cast::<c_void>(), bytes, raw_stream(stream))
-        }
-        .map_err(|refusal| self.refused(refusal))?;
+        unsafe { self.driver.memcpy_htod_async(to.start.0, from.cast::<c_void>(), bytes, stream) }
+            .map_err(|refusal| self.refused(refusal))?;
         count(&self.counters.copy_to_device, 1);
         count(&self.counters.bytes_to_device, to.bytes);
         Ok(())
@@ -278,15 +338,14 @@ impl Copies for CudaDevice {
         stream: StreamId,
     ) -> Result<(), DeviceError> {
         let bytes = self.check_host("copy_to_host", to, from.bytes)?;
+        let stream = self.raw_stream("copy_to_host", stream)?;
         let _bound = self.enter()?;
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: source and target are valid until the copy is done, says the caller.
-        unsafe {
-            self.driver.memcpy_dtoh_async(to.cast::<c_void>(), from.start.0, bytes, raw_stream(stream))
-        }
-        .map_err(|refusal| self.refused(refusal))?;
+        unsafe { self.driver.memcpy_dtoh_async(to.cast::<c_void>(), from.start.0, bytes, stream) }
+            .map_err(|refusal| self.refused(refusal))?;
         count(&self.counters.copy_to_host, 1);
         count(&self.counters.bytes_to_host, from.bytes);
         Ok(())
@@ -305,23 +364,25 @@ impl Copies for CudaDevice {
             });
         }
         let bytes = length("copy_on_device", to.bytes)?;
+        let stream = self.raw_stream("copy_on_device", stream)?;
         let _bound = self.enter()?;
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: both are accessible until the copy is done, says the caller; they do not overlap.
-        unsafe { self.driver.memcpy_dtod_async(to.start.0, from.start.0, bytes, raw_stream(stream)) }
+        unsafe { self.driver.memcpy_dtod_async(to.start.0, from.start.0, bytes, stream) }
             .map_err(|refusal| self.refused(refusal))
     }
 
     unsafe fn fill(&self, to: DeviceRange, value: u8, stream: StreamId) -> Result<(), DeviceError> {
         let bytes = length("fill", to.bytes)?;
+        let stream = self.raw_stream("fill", stream)?;
         let _bound = self.enter()?;
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: accessible until the fill is done, says the caller.
-        unsafe { self.driver.memset_d8_async(to.start.0, value, bytes, raw_stream(stream)) }
+        unsafe { self.driver.memset_d8_async(to.start.0, value, bytes, stream) }
             .map_err(|refusal| self.refused(refusal))
     }
 }

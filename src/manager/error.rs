@@ -50,7 +50,9 @@ pub enum ManagerError {
         source: PatcherError,
     },
     /// A model was to be loaded from inside a patcher's call that a load is waiting for.
-    #[error("{what} was called from inside a call of the manager to a patcher on the same thread; loads cannot nest")]
+    #[error(
+        "{what} was called from inside a call of the manager to a patcher on the same thread; loads cannot nest"
+    )]
     Reentrant {
         /// The function.
         what: &'static str,

@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use super::ManagerError;
 use super::admission::{self, Candidate, Request, UNLIMITED, Verdict};
-use super::state::{Card, Manager};
 use super::loaded_model::{LoadedModel, Standing, address_of};
+use super::state::{Card, Manager};
 use crate::patcher::{ModelPatcher, ModelUuid, Place};
 
 /// The parameters of [`Manager::free_memory`] beside the bytes and the device.
@@ -94,8 +94,9 @@ impl Manager {
     ///    free and the state is not HIGH.
     ///
     /// It frees listed models and this process's own idle cache, nothing else. On the CPU it does nothing.
-    /// A request of 0 unloads nothing (with smart memory); [`UNLIMITED`], or any more than the card has,
-    /// unloads everything. Less than was asked may be free afterwards: that is no error.
+    /// A request of 0 unloads nothing, unless books are overdrawn or smart memory is off; [`UNLIMITED`], or
+    /// any more than the card has, unloads everything. Less than was asked may be free afterwards: that is
+    /// no error.
     ///
     /// A victim that cannot be detached keeps its entry as long as it still holds bytes of the card; the
     /// failure is traced, and the others are asked.
@@ -169,22 +170,27 @@ impl Manager {
     }
 
     /// Lets each of `entries` on `device` in turn take more of the card, until `extra` bytes are used up;
-    /// answers the bytes used. An entry that another thread is changing is passed over.
+    /// answers the bytes used. Entries that are no longer listed are passed over. It counts as a load: it
+    /// waits for its turn, and makes no room.
     ///
     /// # Errors
-    /// A model fails to take more; those before it keep what they took.
+    /// A model fails to take more; it and those before it keep what they have.
+    /// [`ManagerError::Reentrant`] if called from inside a patcher's method.
     pub fn use_more_memory(
         &self,
         extra: u64,
         entries: &[LoadedModel],
         device: Place,
     ) -> Result<u64, ManagerError> {
+        self.refuse_nested("use_more_memory")?;
+        let _turn = self.loads.lock();
         let mut left = extra;
         for entry in entries.iter().filter(|entry| entry.device() == device) {
             if left == 0 {
                 break;
             }
-            let Some(_claim) = self.ledger.try_claim(entry) else { continue };
+            let claim = self.ledger.claim_when_free(entry, Standing::Loading);
+            let Some(_claim) = claim else { continue };
             let calling = self.calling_out();
             let taken = entry.model_use_more_vram(left);
             drop(calling);
@@ -365,7 +371,10 @@ impl Manager {
             let free = self.free_figures(device)?.total;
             verdict = request.verdict(*dynamic, 0, Some(free));
         }
-        let Verdict::Unload(bytes) = verdict else { return Ok(false) };
+        let Verdict::Unload(bytes) = verdict else {
+            tracing::trace!(model = ?entry, %device, dynamic, ?request, "spared a victim");
+            return Ok(false);
+        };
         let claim = match busy {
             Busy::Skip => self.ledger.try_claim(entry),
             Busy::Wait => self.ledger.claim_when_free(entry, Standing::Claimed),
@@ -391,6 +400,7 @@ impl Manager {
             loaded_before = before,
             loaded_after = model.loaded_size(),
             left,
+            ?request,
             "asked a victim"
         );
         if left {

@@ -80,7 +80,8 @@ impl HostMemoryFigures for LinuxHost {
             .ok_or_else(|| ManagerError::Host { why: format!("{} has no MemTotal", path.display()) })?;
         // A limit above the machine is none: that is how version 1 spells "unlimited".
         let cgroup = self.cgroup().filter(|(limit, _)| *limit < total);
-        let figures = HostFigures { ram_total: total, ram_available: available, cgroup_limit: None, swap_total };
+        let figures =
+            HostFigures { ram_total: total, ram_available: available, cgroup_limit: None, swap_total };
         Ok(match cgroup {
             None => figures,
             Some((limit, used)) => HostFigures {

@@ -10,10 +10,10 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use super::admission::{self, BudgetInputs, UNLIMITED};
-use super::state::Manager;
 use super::free::Busy;
 use super::ledger::Ledger;
 use super::loaded_model::{LoadedModel, Standing, address_of, memory_required};
+use super::state::Manager;
 use super::{FreeOptions, Knobs, ManagerError};
 use crate::patcher::{LoadBudget, ModelPatcher, ModelUuid, PatcherError, Place};
 
@@ -123,8 +123,7 @@ impl Manager {
 
         let knobs = self.knobs();
         let minimum_inference = knobs.minimum_inference_memory();
-        let extra_mem =
-            admission::working_memory(options.memory_required, knobs.reserve, minimum_inference);
+        let extra_mem = admission::working_memory(options.memory_required, knobs.reserve, minimum_inference);
         let smallest = admission::smallest_run(
             options.minimum_memory_required,
             extra_mem,

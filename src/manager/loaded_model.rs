@@ -178,7 +178,12 @@ impl LoadedModel {
             match model.partially_unload(bytes) {
                 Ok(freed) if freed >= bytes => return Ok(false),
                 Ok(freed) => {
-                    tracing::debug!(model = model.label(), bytes, freed, "a short answer: unloading it whole");
+                    tracing::debug!(
+                        model = model.label(),
+                        bytes,
+                        freed,
+                        "a short answer: unloading it whole"
+                    );
                 }
                 Err(error) => {
                     tracing::warn!(model = model.label(), bytes, %error, "partial unload failed: unloading it whole");

@@ -5,10 +5,10 @@
 
 #![deny(unsafe_code)]
 
-use super::state::Manager;
 use super::host::HostFigures;
 use super::loaded_model::{LoadedModel, Standing};
 use super::platform::Platform;
+use super::state::Manager;
 use crate::units::{GIB, MIB};
 
 /// What [`Manager::ensure_pin_budget`] frees beyond the shortfall.
@@ -30,9 +30,8 @@ pub fn page_locked_budget(platform: Platform, host: &HostFigures) -> u64 {
         return least;
     }
     let swap = if host.cgroup_limit.is_some() { 0 } else { host.swap_total };
-    let most = part(90)
-        .min(ram.saturating_sub(4 * GIB))
-        .min(ram.saturating_add(swap).saturating_sub(16 * GIB));
+    let most =
+        part(90).min(ram.saturating_sub(4 * GIB)).min(ram.saturating_add(swap).saturating_sub(16 * GIB));
     least.max(most)
 }
 
@@ -61,7 +60,7 @@ impl Manager {
     /// Makes room in the page-locked budget for `bytes` more of model weights: where they do not fit,
     /// other models give back the shortfall and 256 MiB. Answers whether they fit now.
     pub fn ensure_pin_budget(&self, bytes: u64) -> bool {
-        self.ensure_pins(bytes, PIN_BUDGET_SLACK, |manager| manager.pinned_by_models())
+        self.ensure_pins(bytes, PIN_BUDGET_SLACK, Self::pinned_by_models)
     }
 
     /// Makes room for `bytes` more to be registered with the driver, whoever registered the rest (models,
@@ -69,9 +68,10 @@ impl Manager {
     /// now.
     pub fn ensure_pin_registerable(&self, bytes: u64) -> bool {
         self.ensure_pins(bytes, PIN_REGISTERABLE_SLACK, |manager| {
-            let registered = manager.cards.iter().fold(0, |sum: u64, card| {
-                sum.saturating_add(card.figures.page_locked_bytes())
-            });
+            let registered = manager
+                .cards
+                .iter()
+                .fold(0, |sum: u64, card| sum.saturating_add(card.figures.page_locked_bytes()));
             registered.max(manager.pinned_by_models())
         })
     }
@@ -114,9 +114,10 @@ impl Manager {
 
     fn pinned_by_models(&self) -> u64 {
         let entries = self.ledger.snapshot();
-        entries.iter().filter_map(LoadedModel::model).fold(0, |sum, model| {
-            u64::saturating_add(sum, model.pinned_size())
-        })
+        entries
+            .iter()
+            .filter_map(LoadedModel::model)
+            .fold(0, |sum, model| u64::saturating_add(sum, model.pinned_size()))
     }
 }
 

@@ -123,14 +123,11 @@ pub fn free_memory_rule(backend: Backend, raw: &RawFigures) -> FreeFigures {
             };
             FreeFigures { total: with_cache(free), cache }
         }
-        Backend::Cpu | Backend::Mps => {
-            FreeFigures { total: clamp(i128::from(raw.ram_available)), cache: 0 }
-        }
+        Backend::Cpu | Backend::Mps => FreeFigures { total: clamp(i128::from(raw.ram_available)), cache: 0 },
         Backend::DirectMl => FreeFigures { total: clamp(i128::from(GIB)), cache: 0 },
-        Backend::Xpu => FreeFigures {
-            total: clamp(i128::from(raw.driver_total) - i128::from(raw.pool_reserved)),
-            cache,
-        },
+        Backend::Xpu => {
+            FreeFigures { total: clamp(i128::from(raw.driver_total) - i128::from(raw.pool_reserved)), cache }
+        }
     }
 }
 
@@ -226,7 +223,8 @@ mod tests {
 
     #[test]
     fn under_wddm_a_device_wide_figure_is_believed_over_the_process_budget() {
-        let raw = RawFigures { device_wide_free: Some(GIB), pool_reserved: 0, pool_used: 0, idle_frames: 0, ..RAW };
+        let raw =
+            RawFigures { device_wide_free: Some(GIB), pool_reserved: 0, pool_used: 0, idle_frames: 0, ..RAW };
         assert_eq!(free_memory_rule(Backend::CudaWddm, &raw).total, i64::try_from(GIB).unwrap());
     }
 
@@ -265,7 +263,9 @@ mod tests {
         for backend in [Backend::Cuda, Backend::CudaWddm, Backend::Emulated] {
             assert!(default_min_weight_ratio(backend).abs() < f64::EPSILON, "{backend:?}");
         }
-        for backend in [Backend::Cpu, Backend::Mps, Backend::DirectMl, Backend::Xpu, Backend::Npu, Backend::Mlu] {
+        for backend in
+            [Backend::Cpu, Backend::Mps, Backend::DirectMl, Backend::Xpu, Backend::Npu, Backend::Mlu]
+        {
             assert!((default_min_weight_ratio(backend) - 0.4).abs() < f64::EPSILON, "{backend:?}");
         }
     }

@@ -59,9 +59,11 @@ impl Manager {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let first_total = cards.first().and_then(|card| card.read().ok()).map_or(0, |raw| raw.driver_total);
         let reserve = platform::default_reserve(Platform::current(), first_total);
-        let cards = cards
-            .into_iter()
-            .map(|figures| Card { figures, idle: Mutex::default(), cap: AtomicU64::new(u64::MAX) });
+        let cards = cards.into_iter().map(|figures| Card {
+            figures,
+            idle: Mutex::default(),
+            cap: AtomicU64::new(u64::MAX),
+        });
         Self {
             cards: cards.collect(),
             host,
@@ -239,9 +241,8 @@ impl Manager {
                 let cap = card.cap.load(Ordering::Relaxed);
                 let mut raw = platform::capped(raw, Some(cap));
                 let idle = card.idle_caches();
-                raw.idle_frames = idle.iter().fold(raw.idle_frames, |sum, cache| {
-                    sum.saturating_add(cache.idle_bytes())
-                });
+                raw.idle_frames =
+                    idle.iter().fold(raw.idle_frames, |sum, cache| sum.saturating_add(cache.idle_bytes()));
                 (card.figures.backend(), raw)
             }
         };

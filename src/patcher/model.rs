@@ -162,9 +162,9 @@ pub struct PatcherCounters {
 /// business: not every patcher can do them (a stand-in for a worker's model does neither).
 ///
 /// # Implementing it
-/// Six methods are required: the two sizes, the device, the identity, and the two partial moves together
-/// with [`detach`](Self::detach) that change what is loaded. Everything else has a default that is right
-/// for an ordinary model that is not paged, has no clones and locks no host memory.
+/// Seven methods are required: the two sizes, the device, the identity, and the three that change what is
+/// loaded. Everything else has a default that is right for an ordinary model that is not paged, has no
+/// clones and page-locks no host memory.
 ///
 /// - **Sizes are the truth.** [`loaded_size`](Self::loaded_size) counts bytes that are on the card now;
 ///   [`partially_unload`](Self::partially_unload) answers what it gave back, never more. The manager acts

@@ -259,8 +259,7 @@ impl SizedModel {
         let granule = granule.max(1);
         self.weights.change(|state| {
             let rest = size.saturating_sub(state.loaded);
-            let taken =
-                if extra >= rest { rest } else { extra / granule * granule };
+            let taken = if extra >= rest { rest } else { extra / granule * granule };
             state.loaded += taken;
             taken
         })
@@ -276,8 +275,9 @@ impl ModelPatcher for SizedModel {
         self.weights.spec.size
     }
 
+    /// What was touched before a load is not there yet: it counts from the load on.
     fn loaded_size(&self) -> u64 {
-        self.weights.state.lock().loaded
+        self.weights.state.lock().on_card()
     }
 
     fn load_device(&self) -> Place {
@@ -316,13 +316,11 @@ impl ModelPatcher for SizedModel {
         Ok(match budget {
             LoadBudget::Everything => self.take(u64::MAX),
             LoadBudget::Nothing => 0,
-            LoadBudget::Bytes(extra) => match u64::try_from(extra) {
-                Ok(extra) => self.take(extra),
-                Err(_) => {
-                    self.give_back(extra.unsigned_abs());
-                    0
-                }
-            },
+            LoadBudget::Bytes(extra) if extra < 0 => {
+                self.give_back(extra.unsigned_abs());
+                0
+            }
+            LoadBudget::Bytes(extra) => self.take(extra.unsigned_abs()),
         })
     }
 

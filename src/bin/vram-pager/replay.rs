@@ -8,12 +8,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
 use vram_pager::manager::{
     FreeOptions, LinuxHost, LoadOptions, LoadedModel, Manager, ManagerError, UNLIMITED, UnloadOptions,
-    VramState,
 };
 use vram_pager::patcher::{ModelPatcher, Place, SizedCard, SizedModel, SizedSpec};
+
+use scenario::{Answer, ModelSpec, Op, Row, Scenario, Step};
+
+mod scenario;
 
 const MIB: u64 = 1 << 20;
 
@@ -46,7 +48,7 @@ pub(crate) enum ReplayError {
         /// Which op, from 0.
         index: usize,
         /// The manager's answer.
-        source: ManagerError,
+        source: Box<ManagerError>,
     },
     /// A step is not what the file expects. Exit code 1.
     #[error("{}: op {index} differs\n expected {expected}\n answered {answered}", path.display())]
@@ -96,7 +98,8 @@ fn check(steps: &[Step], expected: &[serde_json::Value], path: &Path) -> Result<
     for index in 0..steps.len().max(expected.len()) {
         let answered = steps.get(index).and_then(|step| serde_json::to_value(step).ok());
         if answered.as_ref() != expected.get(index) {
-            let show = |value: Option<&serde_json::Value>| value.map_or("nothing".to_owned(), ToString::to_string);
+            let show =
+                |value: Option<&serde_json::Value>| value.map_or("nothing".to_owned(), ToString::to_string);
             return Err(ReplayError::Differs {
                 path: path.to_path_buf(),
                 index,
@@ -106,191 +109,6 @@ fn check(steps: &[Step], expected: &[serde_json::Value], path: &Path) -> Result<
         }
     }
     Ok(())
-}
-
-#[derive(Deserialize, Debug)]
-struct Scenario {
-    name: String,
-    #[serde(default)]
-    config: Config,
-    cards: Vec<CardSpec>,
-    #[serde(default)]
-    models: Vec<ModelSpec>,
-    ops: Vec<Op>,
-    #[serde(default)]
-    expected: Option<Vec<serde_json::Value>>,
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(default, deny_unknown_fields)]
-struct Config {
-    vram_state: StateName,
-    reserve_vram_mib: u64,
-    min_weight_memory_ratio: f64,
-    disable_smart_memory: bool,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            vram_state: StateName::Normal,
-            reserve_vram_mib: 400,
-            min_weight_memory_ratio: 0.0,
-            disable_smart_memory: false,
-        }
-    }
-}
-
-#[derive(Deserialize, Debug, Clone, Copy)]
-#[serde(rename_all = "lowercase")]
-enum StateName {
-    Disabled,
-    No,
-    Low,
-    Normal,
-    High,
-    Shared,
-}
-
-impl From<StateName> for VramState {
-    fn from(name: StateName) -> Self {
-        match name {
-            StateName::Disabled => Self::Disabled,
-            StateName::No => Self::No,
-            StateName::Low => Self::Low,
-            StateName::Normal => Self::Normal,
-            StateName::High => Self::High,
-            StateName::Shared => Self::Shared,
-        }
-    }
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(deny_unknown_fields)]
-struct CardSpec {
-    id: String,
-    total_mib: u64,
-    #[serde(default)]
-    other_mib: u64,
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(deny_unknown_fields)]
-struct ModelSpec {
-    id: String,
-    card: String,
-    size_mib: u64,
-    #[serde(default = "default_granule")]
-    granule_mib: u64,
-    #[serde(default)]
-    dynamic: bool,
-    #[serde(default)]
-    extra_refs: usize,
-    #[serde(default)]
-    clone_of: Option<String>,
-    #[serde(default)]
-    patches_models: Vec<String>,
-    #[serde(default)]
-    additional: Vec<String>,
-}
-
-fn default_granule() -> u64 {
-    64
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
-enum Op {
-    Load {
-        models: Vec<String>,
-        #[serde(default)]
-        memory_required_mib: u64,
-        #[serde(default)]
-        minimum_memory_required_mib: Option<u64>,
-        #[serde(default)]
-        force_full_load: bool,
-    },
-    Free {
-        #[serde(default)]
-        card: Option<String>,
-        mib: u64,
-        #[serde(default)]
-        for_dynamic: bool,
-        #[serde(default)]
-        keep_loaded: Vec<String>,
-    },
-    UnloadAll {},
-    UnloadModelAndClones {
-        model: String,
-        #[serde(default = "yes")]
-        unload_additional_models: bool,
-        #[serde(default)]
-        all_devices: bool,
-    },
-    Touch {
-        model: String,
-        loaded_mib: u64,
-    },
-    Activations {
-        card: String,
-        active_mib: u64,
-        cached_mib: u64,
-    },
-    Other {
-        card: String,
-        mib: u64,
-    },
-    SoftEmptyCache {},
-    SetReserve {
-        mib: u64,
-    },
-    Drop {
-        model: String,
-    },
-}
-
-fn yes() -> bool {
-    true
-}
-
-impl Op {
-    fn name(&self) -> &'static str {
-        match self {
-            Self::Load { .. } => "load",
-            Self::Free { .. } => "free",
-            Self::UnloadAll {} => "unload_all",
-            Self::UnloadModelAndClones { .. } => "unload_model_and_clones",
-            Self::Touch { .. } => "touch",
-            Self::Activations { .. } => "activations",
-            Self::Other { .. } => "other",
-            Self::SoftEmptyCache {} => "soft_empty_cache",
-            Self::SetReserve { .. } => "set_reserve",
-            Self::Drop { .. } => "drop",
-        }
-    }
-}
-
-/// What the replay prints.
-#[derive(Serialize, Debug)]
-struct Answer {
-    name: String,
-    steps: Vec<Step>,
-}
-
-#[derive(Serialize, Debug)]
-struct Step {
-    op: &'static str,
-    ledger: Vec<Row>,
-    free_mib: BTreeMap<String, i64>,
-    unloaded: Vec<String>,
-    cache_emptied: bool,
-}
-
-#[derive(Serialize, Debug)]
-struct Row {
-    id: String,
-    loaded_mib: u64,
-    currently_used: bool,
 }
 
 /// Why an op could not be played.
@@ -318,7 +136,9 @@ fn play(scenario: Scenario, path: &Path) -> Result<Answer, ReplayError> {
     for (index, op) in scenario.ops.iter().enumerate() {
         let step = stage.step(op).map_err(|error| match error {
             OpError::Malformed(why) => malformed(format!("op {index} ({}): {why}", op.name())),
-            OpError::Manager(source) => ReplayError::Manager { path: path.to_path_buf(), index, source },
+            OpError::Manager(source) => {
+                ReplayError::Manager { path: path.to_path_buf(), index, source: Box::new(source) }
+            }
         })?;
         steps.push(step);
     }
@@ -390,7 +210,8 @@ impl Stage {
             }
             if self.models.len() == before {
                 let left = specs.iter().find(|spec| !self.models.contains_key(&spec.id));
-                let (id, of) = left.map_or(("", ""), |spec| (&*spec.id, spec.clone_of.as_deref().unwrap_or("")));
+                let (id, of) =
+                    left.map_or(("", ""), |spec| (&*spec.id, spec.clone_of.as_deref().unwrap_or("")));
                 return Err(format!("model `{id}` is a clone of `{of}`, which is not there"));
             }
         }
@@ -538,9 +359,9 @@ impl Stage {
     fn entry_of(&self, id: &str) -> Result<Option<LoadedModel>, String> {
         let model = Arc::as_ptr(&self.model(id)?.model).cast::<()>();
         let entries = self.manager.current_loaded_models();
-        Ok(entries.into_iter().find(|entry| {
-            entry.model().is_some_and(|listed| Arc::as_ptr(&listed).cast::<()>() == model)
-        }))
+        Ok(entries
+            .into_iter()
+            .find(|entry| entry.model().is_some_and(|listed| Arc::as_ptr(&listed).cast::<()>() == model)))
     }
 
     fn times_emptied(&self) -> u64 {
@@ -554,5 +375,7 @@ fn label_of(entry: &LoadedModel) -> String {
 
 /// MiB as bytes. A number that no byte count can hold stands for more than any card has.
 fn bytes(mib: u64) -> Result<u64, String> {
-    mib.checked_mul(MIB).filter(|bytes| *bytes < UNLIMITED).ok_or_else(|| format!("{mib} MiB are more than 2^64 bytes"))
+    mib.checked_mul(MIB)
+        .filter(|bytes| *bytes < UNLIMITED)
+        .ok_or_else(|| format!("{mib} MiB are more than 2^64 bytes"))
 }

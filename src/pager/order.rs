@@ -120,11 +120,6 @@ impl OrderLearner {
         Self { seen: vec![0; spans], pass: 1, recorded: Vec::with_capacity(spans) }
     }
 
-    /// The pass that is running, from 1.
-    pub(crate) fn pass(&self) -> u32 {
-        self.pass
-    }
-
     /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in
     /// order among itself.
     pub(crate) fn note(&mut self, span: u32, known: &PassOrder) -> Learned {

@@ -171,7 +171,6 @@ impl Pager {
             index: Arc::clone(&index),
             layout: Arc::clone(&layout),
             words: Arc::clone(&words),
-            hits: Arc::clone(&hits),
             range,
             pages: vec![Page::ABSENT; pages as usize],
             order,

@@ -343,6 +343,8 @@ impl Clock for CudaDevice {
         ModelTime(u64::try_from(self.opened.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
+    fn set_now(&self, _time: ModelTime) {}
+
     unsafe fn charge_compute(&self, _stream: StreamId, _duration: Duration) -> Result<(), DeviceError> {
         Ok(())
     }

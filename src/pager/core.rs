@@ -22,10 +22,11 @@ use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
+use super::patches::{DevicePatches, PatchSet};
 use super::plan::Plan;
 use super::streams::StreamTable;
 use super::word::SpanWord;
-use crate::device::{AddressRange, SharedDevice};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
@@ -66,6 +67,8 @@ pub(super) struct Control {
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
+    /// One for each copy stream, where what is cast on the card lands.
+    pub(super) scratch: Vec<PoolAllocation>,
 }
 
 /// Where a page is and where it belongs.
@@ -128,6 +131,10 @@ pub(super) struct ModelState {
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,
     pub(super) said_pieces: bool,
+    /// The patches that bytes on the card are made with.
+    pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
+    pub(super) stale: HashSet<u32>,
 }
 
 impl Core {
@@ -264,6 +271,11 @@ impl ModelState {
             }
         }
         groups
+    }
+
+    /// The patches that are attached.
+    pub(super) fn patches(&self) -> Option<&Arc<PatchSet>> {
+        self.attached.as_ref().map(|attached| &attached.set)
     }
 
     /// Whether `span` is the last of a pass that touches `page`.

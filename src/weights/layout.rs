@@ -389,7 +389,7 @@ impl Placed {
 
 /// The type that a tensor of type `from` has on the device.
 fn device_dtype(from: Dtype, compute: Option<Dtype>) -> Dtype {
-    compute.filter(|_| from.is_float()).unwrap_or(from)
+    compute.filter(|_| from.is_castable()).unwrap_or(from)
 }
 
 /// A tensor's length on the device; `None` beyond 64 bits.
@@ -419,8 +419,8 @@ fn check_options(options: &LayoutOptions) -> Result<(), WeightsError> {
         return Err(refuse("pieces of 0 bytes hold nothing".to_owned()));
     }
     match compute {
-        Some(dtype) if !dtype.is_float() => {
-            Err(refuse(format!("the compute type {dtype} is no floating-point type of whole bytes")))
+        Some(dtype) if !matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) => {
+            Err(refuse(format!("the compute type {dtype} is not one of F32, F16 and BF16")))
         }
         _ => Ok(()),
     }

@@ -10,11 +10,12 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
 use super::backing::{Backing, MappingBudget};
-use super::clock::{CallCosts, Engines, HostClock};
+use super::clock::{CallCosts, Engine, Engines, HostClock};
 use super::fault::{CallKind, Fault, FaultError, Faults};
 use super::memory::{Memory, Refusal};
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
@@ -28,7 +29,7 @@ use crate::units::{GIB, KIB, MIB, ModelTime, Rate, format_size};
 /// The default page of an emulated card in bytes, as on current CUDA cards.
 pub const DEFAULT_PAGE_BYTES: u64 = 2 * MIB;
 
-/// The default link, about what PCIe 4 x16 reaches.
+/// The default link, about what a PCIe 4 slot of 16 lanes reaches.
 pub const DEFAULT_LINK: Rate = Rate(25_000_000_000);
 
 /// Errors that are kept for later; more are dropped, the first tell the story.
@@ -90,14 +91,12 @@ impl EmulatedOptions {
 
     /// The device string that names such a card, as far as a string can.
     fn name(&self, bytes: u64) -> String {
-        let mut name = format!("emulated:{}", exact_size(bytes));
-        if self.page_bytes != DEFAULT_PAGE_BYTES {
-            name += &format!(",page={}", exact_size(self.page_bytes));
+        let size = exact_size(bytes);
+        let bytes = if self.keeps_bytes { "" } else { ",bytes=none" };
+        match self.page_bytes {
+            DEFAULT_PAGE_BYTES => format!("emulated:{size}{bytes}"),
+            page => format!("emulated:{size},page={}{bytes}", exact_size(page)),
         }
-        if !self.keeps_bytes {
-            name += ",bytes=none";
-        }
-        name
     }
 }
 
@@ -337,15 +336,15 @@ impl EmulatedDevice {
         self.shared.delay_seed.store(seed, Ordering::Relaxed);
     }
 
-    /// Test hook: holds `stream` back from here on, until the answer is dropped (or the device is).
+    /// Test hook: holds `stream` back from here on, until the answer is dropped (or the device is). On the
+    /// modelled clock it lasts for `modelled`, without occupying an engine.
     ///
-    /// It costs no modelled time. A wait for later work of the stream blocks as long as the hold lasts,
-    /// and so does a query that answers done by modelled time: charge compute after the hold to have it
-    /// answer *not done*.
+    /// A wait for later work of the stream blocks as long as the hold lasts, and so does a query that
+    /// answers *done* by modelled time: choose a `modelled` that the host's time does not reach.
     ///
     /// # Errors
     /// An unknown stream is misuse; a device without bytes has no work in flight to hold.
-    pub fn hold(&self, stream: StreamId) -> Result<Hold, DeviceError> {
+    pub fn hold(&self, stream: StreamId, modelled: Duration) -> Result<Hold, DeviceError> {
         if !self.options.keeps_bytes {
             return Err(DeviceError::Unsupported {
                 device: self.info.name.clone(),
@@ -355,7 +354,11 @@ impl EmulatedDevice {
         }
         let mut control = self.control.lock();
         let state = Arc::new(HoldState::default());
-        control.stream("hold", stream)?.queue.push(Work::Hold(Arc::clone(&state)));
+        let mut engines = control.engines;
+        let entry = control.stream("hold", stream)?;
+        engines.schedule(Engine::None, &mut entry.end, self.clock.now(), modelled);
+        entry.queue.push(Work::Hold(Arc::clone(&state)));
+        control.engines = engines;
         control.holds.push(Arc::downgrade(&state));
         Ok(Hold { state })
     }

@@ -5,6 +5,7 @@
 //! promises (modelled times, faults, checks of every address) is in `emulated_device.rs`.
 
 #![expect(unsafe_code, reason = "the contract of the raw calls is what is tested")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
 use std::sync::Arc;
@@ -15,10 +16,13 @@ use vram_pager::device::{
 };
 use vram_pager::units::{DeviceAddress, DeviceRange, MIB, ModelTime};
 
+/// Holds a stream back until the answer is dropped.
+type HoldStream = Box<dyn Fn(&Stream) -> Box<dyn Any>>;
+
 /// A device under test, and how to hold one of its streams back, if it can.
 struct Rig {
     device: SharedDevice,
-    hold: Option<Box<dyn Fn(&Stream) -> Box<dyn Any>>>,
+    hold: Option<HoldStream>,
 }
 
 impl Rig {
@@ -51,12 +55,18 @@ impl Rig {
 
 /// Bytes that differ at every place.
 fn pattern(bytes: u64, salt: u64) -> Vec<u8> {
-    (0..bytes).map(|i| (i.wrapping_mul(0x9E37_79B9).wrapping_add(salt * 77) >> 7) as u8).collect()
+    (0..bytes).map(|i| (i.wrapping_mul(0x9E37_79B9).wrapping_add(salt * 77) >> 7).to_le_bytes()[0]).collect()
 }
 
-fn host_bytes(block: &HostBlock) -> &mut [u8] {
+fn host_bytes(block: &HostBlock) -> &[u8] {
     // SAFETY: the tests wait for the copies that use a block before they look at it.
-    unsafe { std::slice::from_raw_parts_mut(block.start(), usize::try_from(block.bytes()).unwrap()) }
+    unsafe { std::slice::from_raw_parts(block.start(), usize::try_from(block.bytes()).unwrap()) }
+}
+
+fn write_host_bytes(block: &HostBlock, bytes: &[u8]) {
+    assert!(bytes.len() as u64 <= block.bytes());
+    // SAFETY: the block is at least as long, and no copy uses it yet.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), block.start(), bytes.len()) };
 }
 
 fn upload(stream: &Stream, to: DeviceRange, bytes: &[u8]) {
@@ -96,7 +106,7 @@ fn bytes_survive_the_way_to_the_device_and_back(rig: &Rig) {
     let stream = rig.stream();
     let (range, frames) = rig.mapped(3);
     let source = rig.locked(range.range().bytes);
-    host_bytes(&source).copy_from_slice(&pattern(range.range().bytes, 1));
+    write_host_bytes(&source, &pattern(range.range().bytes, 1));
     let sum = PoolAllocation::new(&stream, 8).unwrap();
     // SAFETY: the block and the range live past the waits of this test.
     unsafe {
@@ -283,10 +293,10 @@ fn a_copy_is_in_flight_while_the_host_goes_on(rig: &Rig) {
     let (range, _frames) = rig.mapped(1);
     upload(&reader, range.range(), &pattern(rig.page(), 1));
     let source = rig.locked(rig.page());
-    host_bytes(&source).copy_from_slice(&pattern(rig.page(), 2));
+    write_host_bytes(&source, &pattern(rig.page(), 2));
     let fences = FencePool::new(&rig.device);
 
-    let held = hold(&stalled);
+    let stall = hold(&stalled);
     let gate = fences.record(&stalled).unwrap();
     gate.wait_on(&copier).unwrap();
     // SAFETY: the block and the range live past the wait of this test.
@@ -297,7 +307,7 @@ fn a_copy_is_in_flight_while_the_host_goes_on(rig: &Rig) {
     // The host and another stream go on; the bytes are still the old ones.
     assert_eq!(download(&reader, range.range()), pattern(rig.page(), 1));
     assert!(!done.is_done().unwrap());
-    drop(held);
+    drop(stall);
     done.wait().unwrap();
     assert!(done.is_done().unwrap());
     assert_eq!(download(&reader, range.range()), pattern(rig.page(), 2));
@@ -314,7 +324,7 @@ fn an_event_answers_for_its_newest_record(rig: &Rig) {
     // SAFETY: stream, event and range are live.
     unsafe {
         device.record(event, stalled.id()).unwrap();
-        let held = hold(&stalled);
+        let stall = hold(&stalled);
         device.fill(word, 7, stalled.id()).unwrap();
         device.record(event, stalled.id()).unwrap();
         assert!(!device.query(event).unwrap(), "the record before last answered");
@@ -324,7 +334,7 @@ fn an_event_answers_for_its_newest_record(rig: &Rig) {
         device.record(event, prompt.id()).unwrap();
         device.wait_event(event).unwrap();
         device.destroy_event(event).unwrap();
-        drop(held);
+        drop(stall);
     }
     waiter.synchronize().unwrap();
     assert_eq!(download(&waiter, other), [7; 4]);
@@ -335,12 +345,12 @@ fn a_stream_that_is_destroyed_runs_its_work(rig: &Rig) {
     let (stream, reader) = (rig.stream(), rig.stream());
     let (range, _frames) = rig.mapped(1);
     let fences = FencePool::new(&rig.device);
-    let held = hold(&stream);
+    let stall = hold(&stream);
     // SAFETY: the range lives past the wait below.
     unsafe { rig.device.fill(range.range(), 0x5A, stream.id()).unwrap() };
     let fence = fences.record(&stream).unwrap();
     drop(stream);
-    drop(held);
+    drop(stall);
     fence.wait().unwrap();
     assert!(download(&reader, range.range()).iter().all(|byte| *byte == 0x5A));
 }

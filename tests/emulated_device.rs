@@ -2,7 +2,9 @@
 //! error for every use that would corrupt memory, failures on demand, and cards larger than the machine.
 
 #![expect(unsafe_code, reason = "the raw calls are what is tested")]
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::os::unix::process::ExitStatusExt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -207,7 +209,6 @@ fn the_host_faults_where_nothing_is_accessible() {
             .output()
             .unwrap()
     };
-    use std::os::unix::process::ExitStatusExt;
     assert!(String::from_utf8_lossy(&run("accessible").stdout).contains("survived"));
     for case in ["reserved", "mapped", "unmapped"] {
         assert_eq!(run(case).status.signal(), Some(SIGSEGV), "{case}");
@@ -236,20 +237,20 @@ fn modelled_times_are_exact() {
         at(232_500);
         copy(0);
         at(234_500);
-        let copied = fences.record(&copier).unwrap();
+        let arrived = fences.record(&copier).unwrap();
         at(235_500);
-        assert!(!copied.is_done().unwrap());
+        assert!(!arrived.is_done().unwrap());
         at(236_000);
-        copied.wait_on(&compute).unwrap();
+        arrived.wait_on(&compute).unwrap();
         at(237_000);
         compute.charge_compute(Duration::from_millis(1)).unwrap();
         at(237_000);
         let computed = fences.record(&compute).unwrap();
         at(238_000);
-        copied.wait().unwrap();
+        arrived.wait().unwrap();
         let copied_at = 232_500 + 2 * copy_ns;
         at(copied_at);
-        assert!(copied.is_done().unwrap());
+        assert!(arrived.is_done().unwrap());
         at(copied_at + 500);
         assert!(!computed.is_done().unwrap());
         computed.wait().unwrap();
@@ -505,7 +506,7 @@ fn a_card_without_bytes_may_be_larger_than_the_machine() {
         device.copy_to_device(range.range(), std::ptr::null(), ModelTime::ZERO, stream.id()).unwrap();
         stream.synchronize().unwrap();
         // 500,000 pages of 2 MiB at 25 GB/s, and the call.
-        assert_eq!(device.now().since(before), Duration::from_nanos(41_943_040_000_000 / 1_000 + 2_000));
+        assert_eq!(device.now().since(before), Duration::from_micros(41_943_040 + 2));
         let outside = DeviceRange::new(range.range().start, range.range().bytes + 1);
         assert_misuse(device.fill(outside, 0, stream.id()), &["one reserved range"]);
         range.unmap(77).unwrap();

@@ -17,8 +17,9 @@ use parking_lot::{Mutex, RwLock};
 use super::backing::{Backing, MappingBudget};
 use super::clock::{CallCosts, Engine, Engines, HostClock};
 use super::fault::{CallKind, Fault, FaultError, Faults};
-use super::memory::{Memory, Refusal};
+use super::memory::Memory;
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
+use super::usage::Refusal;
 use crate::device::handle::host_page_bytes;
 use crate::device::kernels::{HostTwin, builtin};
 use crate::device::{
@@ -29,7 +30,7 @@ use crate::units::{GIB, KIB, MIB, ModelTime, Rate, format_size};
 /// The default page of an emulated card in bytes, as on current CUDA cards.
 pub const DEFAULT_PAGE_BYTES: u64 = 2 * MIB;
 
-/// The default link, about what a PCIe 4 slot of 16 lanes reaches.
+/// The default link, about what sixteen lanes of the fourth PCI Express generation reach.
 pub const DEFAULT_LINK: Rate = Rate(25_000_000_000);
 
 /// Errors that are kept for later; more are dropped, the first tell the story.
@@ -147,6 +148,10 @@ impl StreamEntry {
     }
 }
 
+fn no_stream(call: &'static str, stream: StreamId) -> DeviceError {
+    DeviceError::Misuse { call, why: format!("stream {} does not exist (any more)", stream.0) }
+}
+
 /// Streams, events and engines.
 #[derive(Debug, Default)]
 pub(super) struct Control {
@@ -167,10 +172,22 @@ impl Control {
         call: &'static str,
         stream: StreamId,
     ) -> Result<&mut StreamEntry, DeviceError> {
-        self.streams.get_mut(&stream.0).ok_or_else(|| DeviceError::Misuse {
-            call,
-            why: format!("stream {} does not exist (any more)", stream.0),
-        })
+        self.streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))
+    }
+
+    /// Places something on `stream` and an engine; answers the stream's entry.
+    pub(super) fn schedule(
+        &mut self,
+        call: &'static str,
+        stream: StreamId,
+        engine: Engine,
+        earliest: ModelTime,
+        duration: Duration,
+    ) -> Result<&mut StreamEntry, DeviceError> {
+        let Self { streams, engines, .. } = self;
+        let entry = streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))?;
+        engines.schedule(engine, &mut entry.end, earliest, duration);
+        Ok(entry)
     }
 
     /// Starts a stream with its worker.
@@ -354,11 +371,8 @@ impl EmulatedDevice {
         }
         let mut control = self.control.lock();
         let state = Arc::new(HoldState::default());
-        let mut engines = control.engines;
-        let entry = control.stream("hold", stream)?;
-        engines.schedule(Engine::None, &mut entry.end, self.clock.now(), modelled);
+        let entry = control.schedule("hold", stream, Engine::None, self.clock.now(), modelled)?;
         entry.queue.push(Work::Hold(Arc::clone(&state)));
-        control.engines = engines;
         control.holds.push(Arc::downgrade(&state));
         Ok(Hold { state })
     }

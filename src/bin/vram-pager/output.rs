@@ -196,6 +196,15 @@ mod tests {
     }
 
     #[test]
+    fn a_cell_of_any_length_is_cut_and_the_table_stands() {
+        let mut table = Table::new(&[("name", Align::Left)]);
+        table.row(["x".repeat(1 << 20)]);
+        let mut text = Vec::new();
+        table.write(&mut text).unwrap();
+        assert!(text.len() < 1000);
+    }
+
+    #[test]
     fn columns_line_up() {
         let mut table = Table::new(&[("name", Align::Left), ("bytes", Align::Right)]);
         table.row(["a", "1"]);

@@ -16,8 +16,8 @@ use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::card::{CudaDevice, count, frame_properties, location};
-use super::code::{Class, OUT_OF_MEMORY, classify};
-use super::driver::{Answer, Refusal};
+use super::code::OUT_OF_MEMORY;
+use super::driver::{Answer, Refusal, insist};
 use crate::device::handle::host_page_bytes;
 use crate::device::{DeviceError, FrameId, HostMemory, VirtualMemory};
 use crate::units::{DeviceAddress, DeviceRange};
@@ -169,14 +169,9 @@ impl CudaDevice {
             .map_err(|_| DeviceError::InvalidArgument { call, why: format!("{bytes} bytes are too many") })
     }
 
-    /// Makes a call that gives something back. A refusal may report earlier work's failure, so the call is
-    /// made once more before it counts as refused.
+    /// Makes a call that gives something back, as [`insist`] does.
     pub(super) fn give_back(&self, call: impl Fn() -> Answer) -> Result<(), DeviceError> {
-        match call() {
-            Ok(()) => Ok(()),
-            Err(first) if classify(first.code) == Class::Sticky => Err(self.refused(first)),
-            Err(first) => call().map_err(|_| self.refused(first)),
-        }
+        insist(call).map_err(|refusal| self.refused(refusal))
     }
 }
 

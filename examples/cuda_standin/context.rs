@@ -24,6 +24,11 @@ fn check_device(state: &State, device: c_int) -> Result<usize, Fail> {
     usize::try_from(device).ok().filter(|index| *index < state.cards.len()).ok_or(Fail::plain(INVALID_DEVICE))
 }
 
+/// Refuses a device that is not there.
+pub fn check_known_device(device: c_int) -> Answer {
+    check_device(&state(), device).map(|_| ())
+}
+
 /// Creates a card's primary context.
 fn open_card(state: &mut State) -> Result<Card, Fail> {
     let mut options = EmulatedOptions::new(state.settings.bytes);
@@ -43,6 +48,7 @@ fn open_card(state: &mut State) -> Result<Card, Fail> {
         legacy,
         per_thread: HashMap::new(),
         streams: HashMap::new(),
+        streams_created: 0,
         events: HashMap::new(),
         frames: HashMap::new(),
         ranges: BTreeMap::new(),
@@ -52,6 +58,7 @@ fn open_card(state: &mut State) -> Result<Card, Fail> {
         default_pool,
         pool_blocks: HashMap::new(),
         host: BTreeMap::new(),
+        host_blocks: BTreeMap::new(),
         modules: HashMap::new(),
         functions: HashMap::new(),
     })

@@ -14,7 +14,7 @@ use crate::streams::{order, stream_of};
 /// Whether a span lies in registered memory; one that does in part is refused.
 fn is_registered(card: &Card, start: *const c_void, bytes: usize) -> Result<bool, Fail> {
     let (from, to) = (start as usize, start as usize + bytes);
-    for (block, length) in &card.host {
+    for (block, length) in card.host.iter().chain(&card.host_blocks) {
         let (block_from, block_to) = (*block, block + length);
         if block_from <= from && to <= block_to {
             return Ok(true);

@@ -6,17 +6,26 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use vram_pager::device::{KernelArg, KernelArgs, KernelModule, Kernels, Launch};
+use vram_pager::device::{DeviceError, KernelArg, KernelArgs, KernelModule, Kernels, Launch, TwinArg};
 use vram_pager::units::{DeviceAddress, DeviceRange};
 
-use crate::codes::{INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, UNSUPPORTED_PTX_VERSION};
+use crate::codes::{
+    ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, UNSUPPORTED_PTX_VERSION,
+};
 use crate::context::CAPABILITY;
 use crate::state::{Answer, Fail, state, write};
 use crate::streams::{order, stream_of};
 
 /// Twins of kernels that are not the crate's own.
 pub fn modules() -> Vec<KernelModule> {
-    Vec::new()
+    vec![KernelModule { name: "tests", ptx: None, kernels: vec![("double", double)] }]
+}
+
+/// `double(bytes: 4 bytes, times: U32)`, the kernel of the device contract's test: multiplies each byte.
+fn double(args: &mut [TwinArg<'_>]) -> Result<(), String> {
+    let [TwinArg::Write(bytes), TwinArg::U32(times)] = args else { return Err("wrong arguments".into()) };
+    bytes.iter_mut().for_each(|byte| *byte = byte.wrapping_mul(u8::try_from(*times).unwrap_or(0)));
+    Ok(())
 }
 
 /// Reads a launch's parameters in order.
@@ -64,6 +73,9 @@ fn width(format: &str) -> Option<u64> {
 /// The arguments of a known kernel with their ranges; `None` if the kernel is unknown.
 fn arguments(kernel: &str, mut parameters: Parameters) -> Option<Vec<KernelArg>> {
     use KernelArg::{F32, Read, U32, U64, Write};
+    if kernel == "double" {
+        return Some(vec![Write(range(parameters.u64(), 4)), U32(parameters.u32())]);
+    }
     if kernel == "checksum" {
         let (bytes, length, first, sum) =
             (parameters.u64(), parameters.u64(), parameters.u64(), parameters.u64());
@@ -210,7 +222,10 @@ driver_calls! {
             args,
         };
         // SAFETY: the device checks that every range is accessible.
-        unsafe { card.device.launch(&launch, stream.id)? };
-        Ok(())
+        unsafe { card.device.launch(&launch, stream.id) }.map_err(|error| match error {
+            // A card finds out when the kernel runs, and never recovers.
+            DeviceError::Misuse { .. } => Fail::misuse(ILLEGAL_ADDRESS, error.to_string()),
+            error => error.into(),
+        })
     }
 }

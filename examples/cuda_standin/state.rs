@@ -65,6 +65,8 @@ pub type Answer = Result<(), Fail>;
 #[derive(Clone, Copy)]
 pub struct StreamEntry {
     pub id: StreamId,
+    /// Its place in the order of creation on its card, from 1.
+    pub number: u64,
     /// Whether it synchronises with the legacy stream.
     pub blocking: bool,
     pub priority: c_int,
@@ -108,6 +110,7 @@ pub struct Card {
     pub legacy: StreamId,
     pub per_thread: HashMap<ThreadId, StreamId>,
     pub streams: HashMap<usize, StreamEntry>,
+    pub streams_created: u64,
     pub events: HashMap<usize, EventId>,
     pub frames: HashMap<u64, FrameEntry>,
     pub ranges: BTreeMap<u64, u64>,
@@ -119,6 +122,8 @@ pub struct Card {
     pub pool_blocks: HashMap<u64, PoolBlock>,
     /// Page-locked host memory: start to bytes, as registered.
     pub host: BTreeMap<usize, usize>,
+    /// Blocks of `cuMemAllocHost`, which are page-locked: start to bytes.
+    pub host_blocks: BTreeMap<usize, usize>,
     /// Modules by handle: the entries in their text.
     pub modules: HashMap<usize, Vec<String>>,
     /// Functions by handle: module and name.
@@ -138,6 +143,7 @@ impl Card {
             ("pool allocations", self.pool_blocks.len()),
             ("pools", self.pools.len() - 1),
             ("page-locked blocks", self.host.len()),
+            ("host allocations", self.host_blocks.len()),
             ("modules", self.modules.len()),
         ];
         counts.iter().filter(|(_, count)| *count > 0).map(|(what, count)| format!("{count} {what}")).collect()

@@ -88,7 +88,9 @@ fn create(stream: *mut *mut c_void, flags: c_uint, priority: c_int) -> Answer {
     let urgency = if priority < 0 { StreamPriority::High } else { StreamPriority::Normal };
     let id = card.device.create_stream(urgency)?;
     let priority = priority.clamp(-5, 0);
-    card.streams.insert(handle, StreamEntry { id, blocking: flags == 0, priority, flags });
+    card.streams_created += 1;
+    let number = card.streams_created;
+    card.streams.insert(handle, StreamEntry { id, number, blocking: flags == 0, priority, flags });
     write(stream, handle as *mut c_void)
 }
 

@@ -4,6 +4,8 @@
 //! before the crate looks for a driver; the loader then finds it by its SONAME. If the process got a
 //! driver by other means, the tests fail rather than run on that.
 
+#![allow(dead_code, reason = "each test uses some of the hooks")]
+
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -63,7 +65,6 @@ fn build() -> PathBuf {
     folder
 }
 
-#[allow(dead_code, reason = "each test uses some of the hooks")]
 impl Standin {
     /// The folder that holds `libcuda.so` and `libcuda.so.1`.
     pub(crate) fn folder(&self) -> &Path {
@@ -106,11 +107,61 @@ impl Standin {
         self.number("vram_pager_standin_leftovers")
     }
 
+    /// Sets how many cards there are and how large each is; a card that is open must not change.
+    pub(crate) fn set_cards(&self, count: c_int, bytes: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(c_int, u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_cards"));
+            hook(count, bytes)
+        };
+        assert_eq!(code, 0, "cards cannot change while they are open");
+    }
+
+    /// Sets whether there are virtual memory and pools from here on.
+    pub(crate) fn set_abilities(&self, virtual_memory: bool, pools: bool) {
+        // SAFETY: the hook's signature.
+        unsafe {
+            let hook: extern "C" fn(c_int, c_int) =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_abilities"));
+            hook(c_int::from(virtual_memory), c_int::from(pools));
+        }
+    }
+
+    /// Holds the stream that was created as the `number`th of a card until the answer is dropped.
+    pub(crate) fn hold(&'static self, ordinal: u32, number: u64) -> Hold {
+        // SAFETY: the hook's signature.
+        let token = unsafe {
+            let hook: extern "C" fn(u32, u64) -> *mut c_void =
+                std::mem::transmute(self.symbol("vram_pager_standin_hold"));
+            hook(ordinal, number)
+        };
+        assert!(!token.is_null(), "card {ordinal} has no stream {number}");
+        Hold { standin: self, token }
+    }
+
     fn number(&self, hook: &str) -> u64 {
         // SAFETY: the hook's signature.
         unsafe {
             let hook: extern "C" fn() -> u64 = std::mem::transmute(self.symbol(hook));
             hook()
+        }
+    }
+}
+
+/// A stream is held back; dropping this lets it go.
+pub(crate) struct Hold {
+    standin: &'static Standin,
+    token: *mut c_void,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // SAFETY: the hook's signature; the token is given back once.
+        unsafe {
+            let hook: extern "C" fn(*mut c_void) =
+                std::mem::transmute(self.standin.symbol("vram_pager_standin_release"));
+            hook(self.token);
         }
     }
 }

@@ -103,13 +103,10 @@ impl Pool {
         let mut kept = Vec::new();
         for block in leaving {
             // SAFETY: the list owns the event alone.
-            let passed = match unsafe { driver.event_query(block.event) } {
-                Err(Refusal { code: NOT_READY, .. }) if wait => {
-                    // SAFETY: as above.
-                    unsafe { driver.event_synchronize(block.event) }
-                }
-                answer => answer,
-            };
+            let query = || unsafe { driver.event_query(block.event) };
+            // SAFETY: as above.
+            let passed =
+                if wait { insist(|| unsafe { driver.event_synchronize(block.event) }) } else { query() };
             match passed {
                 Ok(()) => {
                     // SAFETY: the stream has passed the point where the block was freed.

@@ -23,7 +23,7 @@ pub(super) const USUAL_GRANULARITY: u64 = 2 << 20;
 const OLDEST_DRIVER: c_int = 12_000;
 
 /// The calls without which nothing works; all others are missed only by what needs them.
-const REQUIRED: [&str; 20] = [
+const REQUIRED: [&str; 18] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -33,8 +33,6 @@ const REQUIRED: [&str; 20] = [
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
     "cuMemGetInfo_v2",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuEventCreate",

@@ -11,8 +11,8 @@ use std::time::Duration;
 use vram_pager::device::emulated::{CallKind, EmulatedDevice, EmulatedOptions, Fault, FaultError};
 use vram_pager::device::{
     ActivationPool, AddressRange, Clock, Copies, Device, DeviceError, Event, FencePool, FrameSet, HostBlock,
-    HostMemory, KernelArg, KernelArgs, Kernels, Launch, LiveObjects, PoolAllocation, SharedDevice, Stream,
-    StreamPriority, VirtualMemory, open,
+    HostMemory, Kernels, LiveObjects, PoolAllocation, SharedDevice, Stream, StreamPriority, VirtualMemory,
+    checksum_launch, open,
 };
 use vram_pager::units::{DeviceAddress, DeviceRange, GIB, MIB, ModelTime};
 
@@ -157,14 +157,7 @@ fn a_launch_may_not_write_what_another_argument_names() {
     let stream = stream(&device);
     let (range, _frames) = mapped(&device, 1);
     let sum = range.range().part(0, 8).unwrap();
-    let args = [KernelArg::Read(range.range()), KernelArg::U64(0), KernelArg::Write(sum)];
-    let launch = Launch {
-        kernel: device.kernel("checksum").unwrap(),
-        grid: [1, 1, 1],
-        block: [32, 1, 1],
-        shared_bytes: 0,
-        args: KernelArgs::new(&args).unwrap(),
-    };
+    let launch = checksum_launch(device.kernel("checksum").unwrap(), range.range(), 0, sum);
     // SAFETY: the launch is refused.
     assert_misuse(unsafe { stream.launch(&launch) }, &["overlaps"]);
 }
@@ -369,11 +362,8 @@ fn script(device: &Arc<EmulatedDevice>) -> Result<(), DeviceError> {
             card.copy_on_device(second, first, stream.id())?;
             card.fill(first, 3, stream.id())?;
             card.copy_to_host(block.start(), second, stream.id())?;
-            let args =
-                [KernelArg::Read(second), KernelArg::U64(0), KernelArg::Write(first.part(0, 8).unwrap())];
             let kernel = card.kernel("checksum")?;
-            let args = KernelArgs::new(&args).unwrap();
-            stream.launch(&Launch { kernel, grid: [1; 3], block: [1; 3], shared_bytes: 0, args })?;
+            stream.launch(&checksum_launch(kernel, second, 0, first.part(0, 8).unwrap()))?;
             stream.charge_compute(Duration::from_micros(9))?;
             let fence = fences.record(&stream)?;
             fence.wait_on(&other)?;

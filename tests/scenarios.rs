@@ -44,7 +44,8 @@ fn every_given_scenario_is_answered_as_the_described_system_answers_it() {
         assert_eq!(output.status.code(), Some(0), "{}: {output:?}", file.display());
         let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(answer["name"], scenario["name"]);
-        let (steps, expected) = (answer["steps"].as_array().unwrap(), scenario["expected"].as_array().unwrap());
+        let (steps, expected) =
+            (answer["steps"].as_array().unwrap(), scenario["expected"].as_array().unwrap());
         assert_eq!(steps.len(), expected.len(), "{}", file.display());
         for (index, (step, expected)) in steps.iter().zip(expected).enumerate() {
             assert_eq!(step, expected, "{} at op {index}: {}", file.display(), scenario["ops"][index]);
@@ -67,7 +68,8 @@ fn small() -> Value {
 #[test]
 fn a_checked_replay_fails_where_the_answer_differs() {
     let mut scenario = small();
-    scenario["expected"] = json!([{"op": "load", "ledger": [], "free_mib": {}, "unloaded": [], "cache_emptied": false}]);
+    scenario["expected"] =
+        json!([{"op": "load", "ledger": [], "free_mib": {}, "unloaded": [], "cache_emptied": false}]);
     let output = replay(&["--check"], written(&scenario).path());
     assert_eq!(output.status.code(), Some(1));
     let error = String::from_utf8(output.stderr).unwrap();
@@ -115,7 +117,11 @@ fn a_scenario_that_cannot_be_played_is_refused_with_the_reason() {
     scenario["config"] = json!({"min_weight_memory_ratio": 1.5});
     assert_eq!(replay(&[], written(&scenario).path()).status.code(), Some(2));
     assert_eq!(replay(&[], Path::new("/nowhere/at/all.json")).status.code(), Some(2));
-    assert_eq!(replay(&["--check"], written(&small()).path()).status.code(), Some(2), "nothing to check against");
+    assert_eq!(
+        replay(&["--check"], written(&small()).path()).status.code(),
+        Some(2),
+        "nothing to check against"
+    );
 }
 
 /// Plays `ops` on one 8 GiB card with models A and B (1 GiB each), A2 (a clone of A) and D (paged), and

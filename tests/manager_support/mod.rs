@@ -15,16 +15,16 @@ use vram_pager::patcher::{
     LoadBudget, ModelPatcher, ModelUuid, PatcherError, Place, SizedCard, SizedModel, SizedSpec,
 };
 
-pub const MIB: u64 = 1 << 20;
-pub const GIB: u64 = 1 << 30;
-pub const GPU: Place = Place::Card(0);
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const GIB: u64 = 1 << 30;
+pub(crate) const GPU: Place = Place::Card(0);
 /// 0.8 GiB and the default reserve.
-pub const FLOOR: u64 = 858_993_460 + 400 * MIB;
+pub(crate) const FLOOR: u64 = 858_993_460 + 400 * MIB;
 
-pub type Shared = Arc<dyn ModelPatcher>;
+pub(crate) type Shared = Arc<dyn ModelPatcher>;
 
 /// A machine that says what it is told to.
-pub struct FixedHost(pub HostFigures);
+pub(crate) struct FixedHost(pub(crate) HostFigures);
 
 impl HostMemoryFigures for FixedHost {
     fn read(&self) -> Result<HostFigures, ManagerError> {
@@ -32,7 +32,7 @@ impl HostMemoryFigures for FixedHost {
     }
 }
 
-pub fn host() -> Arc<FixedHost> {
+pub(crate) fn host() -> Arc<FixedHost> {
     Arc::new(FixedHost(HostFigures {
         ram_total: 64 * GIB,
         ram_available: 40 * GIB,
@@ -42,57 +42,57 @@ pub fn host() -> Arc<FixedHost> {
 }
 
 /// A manager with one card of `mib`.
-pub fn one_card(mib: u64) -> (Manager, Arc<SizedCard>) {
+pub(crate) fn one_card(mib: u64) -> (Manager, Arc<SizedCard>) {
     let card = SizedCard::new("gpu0", mib * MIB);
     (manager_over(vec![card.clone()]), card)
 }
 
-pub fn two_cards(first_mib: u64, second_mib: u64) -> (Manager, Arc<SizedCard>, Arc<SizedCard>) {
+pub(crate) fn two_cards(first_mib: u64, second_mib: u64) -> (Manager, Arc<SizedCard>, Arc<SizedCard>) {
     let (first, second) = (SizedCard::new("gpu0", first_mib * MIB), SizedCard::new("gpu1", second_mib * MIB));
     (manager_over(vec![first.clone(), second.clone()]), first, second)
 }
 
-pub fn manager_over(cards: Vec<Arc<dyn CardFigures>>) -> Manager {
+pub(crate) fn manager_over(cards: Vec<Arc<dyn CardFigures>>) -> Manager {
     let manager = Manager::over(cards, host());
     manager.set_knobs(|knobs| knobs.reserve = 400 * MIB);
     manager
 }
 
-pub fn spec(label: &str, mib: u64) -> SizedSpec {
+pub(crate) fn spec(label: &str, mib: u64) -> SizedSpec {
     SizedSpec { label: label.to_owned(), size: mib * MIB, ..SizedSpec::default() }
 }
 
-pub fn resident(card: &Arc<SizedCard>, label: &str, mib: u64) -> Arc<SizedModel> {
+pub(crate) fn resident(card: &Arc<SizedCard>, label: &str, mib: u64) -> Arc<SizedModel> {
     SizedModel::new(spec(label, mib), card)
 }
 
-pub fn paged(card: &Arc<SizedCard>, label: &str, mib: u64) -> Arc<SizedModel> {
+pub(crate) fn paged(card: &Arc<SizedCard>, label: &str, mib: u64) -> Arc<SizedModel> {
     SizedModel::new(SizedSpec { dynamic: true, ..spec(label, mib) }, card)
 }
 
-pub fn load(manager: &Manager, models: &[&Shared]) {
+pub(crate) fn load(manager: &Manager, models: &[&Shared]) {
     load_with(manager, models, LoadOptions::default());
 }
 
-pub fn load_with(manager: &Manager, models: &[&Shared], options: LoadOptions) {
+pub(crate) fn load_with(manager: &Manager, models: &[&Shared], options: LoadOptions) {
     let models: Vec<Shared> = models.iter().map(|model| Arc::clone(model)).collect();
     manager.load_models_gpu(&models, options).unwrap();
 }
 
-pub fn free(manager: &Manager, mib: u64) -> Vec<String> {
+pub(crate) fn free(manager: &Manager, mib: u64) -> Vec<String> {
     labels(&manager.free_memory(mib * MIB, Some(GPU), &FreeOptions::default()).unwrap())
 }
 
-pub fn labels(entries: &[LoadedModel]) -> Vec<String> {
+pub(crate) fn labels(entries: &[LoadedModel]) -> Vec<String> {
     entries.iter().map(|entry| entry.model().map_or("dead".to_owned(), |model| model.label())).collect()
 }
 
 /// The labels in the ledger, newest first.
-pub fn ledger(manager: &Manager) -> Vec<String> {
+pub(crate) fn ledger(manager: &Manager) -> Vec<String> {
     labels(&manager.current_loaded_models())
 }
 
-pub fn entry_of(manager: &Manager, label: &str) -> LoadedModel {
+pub(crate) fn entry_of(manager: &Manager, label: &str) -> LoadedModel {
     manager
         .current_loaded_models()
         .into_iter()
@@ -102,7 +102,7 @@ pub fn entry_of(manager: &Manager, label: &str) -> LoadedModel {
 
 /// A call that a probe got.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Call {
+pub(crate) enum Call {
     Load(LoadBudget, bool),
     Unload(u64),
     Detach(bool),
@@ -111,32 +111,32 @@ pub enum Call {
 
 /// How a probe misbehaves.
 #[derive(Default)]
-pub struct Script {
-    pub fail_load: bool,
+pub(crate) struct Script {
+    pub(crate) fail_load: bool,
     /// A partial unload gives back nothing and says so.
-    pub stubborn: bool,
-    pub fail_unload: bool,
-    pub fail_detach: bool,
-    pub patches_models: Vec<Shared>,
+    pub(crate) stubborn: bool,
+    pub(crate) fail_unload: bool,
+    pub(crate) fail_detach: bool,
+    pub(crate) patches_models: Vec<Shared>,
     /// Runs inside the next partial unload or detach.
-    pub inside_unload: Option<Box<dyn FnOnce() + Send>>,
+    pub(crate) inside_unload: Option<Box<dyn FnOnce() + Send>>,
     /// Runs inside the next load.
-    pub inside_load: Option<Box<dyn FnOnce() + Send>>,
+    pub(crate) inside_load: Option<Box<dyn FnOnce() + Send>>,
 }
 
 /// A model of sizes that remembers its calls and follows a script.
-pub struct Probe {
-    pub sizes: Arc<SizedModel>,
-    pub calls: Mutex<Vec<Call>>,
-    pub script: Mutex<Script>,
+pub(crate) struct Probe {
+    pub(crate) sizes: Arc<SizedModel>,
+    pub(crate) calls: Mutex<Vec<Call>>,
+    pub(crate) script: Mutex<Script>,
 }
 
 impl Probe {
-    pub fn new(sizes: Arc<SizedModel>) -> Arc<Self> {
+    pub(crate) fn new(sizes: Arc<SizedModel>) -> Arc<Self> {
         Arc::new(Self { sizes, calls: Mutex::default(), script: Mutex::default() })
     }
 
-    pub fn take_calls(&self) -> Vec<Call> {
+    pub(crate) fn take_calls(&self) -> Vec<Call> {
         std::mem::take(&mut *self.calls.lock())
     }
 
@@ -229,14 +229,14 @@ impl ModelPatcher for Probe {
 }
 
 /// A card whose driver can be lost, and whose backend can be chosen.
-pub struct FakeCard {
-    pub books: Arc<SizedCard>,
-    pub backend: Backend,
-    pub lost: Mutex<bool>,
+pub(crate) struct FakeCard {
+    pub(crate) books: Arc<SizedCard>,
+    pub(crate) backend: Backend,
+    pub(crate) lost: Mutex<bool>,
 }
 
 impl FakeCard {
-    pub fn new(mib: u64, backend: Backend) -> Arc<Self> {
+    pub(crate) fn new(mib: u64, backend: Backend) -> Arc<Self> {
         let books = SizedCard::new("fake", mib * MIB);
         Arc::new(Self { books, backend, lost: Mutex::new(false) })
     }
@@ -266,5 +266,27 @@ impl CardFigures for FakeCard {
     fn empty_cache(&self) -> Result<(), DeviceError> {
         self.answer()?;
         CardFigures::empty_cache(&*self.books)
+    }
+}
+
+/// Random numbers from a seed (splitmix64).
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `bound`, which is not 0.
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    pub(crate) fn one_in(&mut self, chances: u64) -> bool {
+        self.below(chances) == 0
     }
 }

@@ -191,25 +191,28 @@ impl Control {
         }
     }
 
-    /// Names of the units that guards hold now, at most a few.
-    pub(super) fn held_names(&self) -> Vec<String> {
+    /// Names of the units, or pieces, that guards hold now, at most a few; `except` is left out.
+    pub(super) fn held_names(&self, except: Option<(u32, u32)>) -> Vec<String> {
         const SHOWN: usize = 8;
         let mut names = Vec::new();
         let mut more = 0_usize;
-        for model in self.models.iter().flatten() {
-            for (span, word) in model.layout.spans().iter().zip(model.words.iter()) {
-                if word.0.view().pins() == 0 {
+        for (id, model) in (0_u32..).zip(&self.models) {
+            let Some(model) = model else { continue };
+            for (number, (span, word)) in (0_u32..).zip(model.layout.spans().iter().zip(model.words.iter())) {
+                if word.0.view().pins() == 0 || except == Some((id, number)) {
+                    continue;
+                }
+                if names.len() == SHOWN {
+                    more += 1;
                     continue;
                 }
                 let name = &model.index.unit_info(span.unit).name;
-                if names.last() == Some(name) {
-                    continue;
-                }
-                if names.len() < SHOWN {
-                    names.push(name.clone());
+                let spans = &model.layout.units()[span.unit.index()].spans;
+                names.push(if spans.end - spans.start == 1 {
+                    name.clone()
                 } else {
-                    more += 1;
-                }
+                    format!("{name} (piece {})", number - spans.start)
+                });
             }
         }
         if more > 0 {

@@ -341,9 +341,7 @@ impl PagedModel {
         let mut control = core.control.lock();
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
-        if model.whole_units.contains(&unit.0) {
-            return Ok(());
-        }
+        let known = model.whole_units.contains(&unit.0);
         let bytes = self.layout.units()[unit.index()].bytes.clone();
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) {
@@ -359,6 +357,9 @@ impl PagedModel {
                 limit: u64::from(budget) * core.page_bytes,
                 holders: control.holders(core, self.id),
             });
+        }
+        if known {
+            return Ok(());
         }
         model.whole_units.insert(unit.0);
         model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);

@@ -69,7 +69,7 @@ pub(super) fn give_back(core: &Core, control: &mut Control, count: u32) -> Resul
         tracing::debug!(
             asked = count,
             released,
-            held = control.held_names().len(),
+            held = control.held_names(None).len(),
             "{}: guards hold the rest",
             core.device.info().name
         );
@@ -212,7 +212,7 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     } else {
         // At least the others' ring is there already; what it takes cannot stay resident.
         let pages = u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX);
-        let new = plan(&model.order, &model.groups, frames.min(pages - 1), core.options.ring);
+        let new = plan(&model.order, &model.groups, frames.min(pages.saturating_sub(1)), core.options.ring);
         super::plan::Plan { resident: new.resident.min(frames.saturating_sub(others_ring)), ..new }
     };
     if fits_beside {

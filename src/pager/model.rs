@@ -309,6 +309,10 @@ impl PagedModel {
             let streamed = if self.pin_span(spans.start, stream)? { Streamed::All } else { Streamed::None };
             return Ok(Pinned { unit, spans, streamed });
         }
+        if self.pin_all_if_resident(&spans) {
+            self.hits.add(stream.slot());
+            return Ok(Pinned { unit, spans, streamed: Streamed::None });
+        }
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
         for span in spans.clone() {
@@ -324,6 +328,19 @@ impl PagedModel {
         let streamed =
             if streamed.iter().any(|slow| *slow) { Streamed::Some(streamed) } else { Streamed::None };
         Ok(Pinned { unit, spans, streamed })
+    }
+
+    /// The hit of a unit of several spans: all or none.
+    fn pin_all_if_resident(&self, spans: &std::ops::Range<u32>) -> bool {
+        for span in spans.clone() {
+            if !self.word(span).pin_if_resident() {
+                for pinned in spans.start..span {
+                    self.word(pinned).unpin();
+                }
+                return false;
+            }
+        }
+        true
     }
 
     /// Pins a span; answers whether its release goes the slow way.

@@ -306,7 +306,7 @@ fn passes(
         ring_bytes: figures.ring_bytes,
         headroom_bytes: figures.headroom_bytes,
         largest_streamed_part_bytes: model.figures().largest_streamed_part_bytes,
-        peak_device_bytes: figures.peak_bytes + device.pool_figures().map_or(0, |pool| pool.reserved),
+        peak_device_bytes: figures.peak_bytes,
         device_syncs: counts.device_sync,
         map_calls: counts.map,
         verified_units: run.verified.load(Ordering::Relaxed),
@@ -416,6 +416,7 @@ impl<'r> Run<'r> {
             }
             let counts = self.model.counts();
             let end = ModelTime(self.pass_end.load(Ordering::Relaxed));
+            self.device.set_now(end);
             passes.push(Pass {
                 pass,
                 h2d_bytes: counts.copied_bytes - before.copied_bytes,

@@ -22,7 +22,9 @@ fn typed_model(dtype: safetensors::Dtype, element: usize) -> ModelFile {
     let mut numbers = Numbers(0x1234_5678);
     let mut tensors = Vec::new();
     for (number, (rows, columns)) in
-        [(130, 77), (64, 512), (1, 3), (255, 33), (90, 128), (300, 70), (17, 19), (128, 256)].iter().enumerate()
+        [(130, 77), (64, 512), (1, 3), (255, 33), (90, 128), (300, 70), (17, 19), (128, 256)]
+            .iter()
+            .enumerate()
     {
         let bytes: Vec<u8> = (0..rows * columns)
             .flat_map(|_| {

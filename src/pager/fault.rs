@@ -17,7 +17,7 @@ use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load;
 use super::model::PagedModel;
-use super::order::{Learned, PassOrder};
+use super::order::Learned;
 use super::patches::{DevicePatches, PatchSet};
 use super::prefetch;
 use super::reclaim;
@@ -257,11 +257,8 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
         Learned::Nothing => Ok(()),
         Learned::PassEnded => reclaim::pass_ended(core, control, id),
         Learned::NewOrder(spans) => {
-            let layout = Arc::clone(&model.layout);
-            model.order = PassOrder::new(spans, layout.page_count(), |span| {
-                layout.spans()[span as usize].pages.clone()
-            });
-            model.resident_end = u32::try_from(model.order.keep().len()).unwrap_or(u32::MAX);
+            model.set_order(spans);
+            model.chosen_frames = None;
             model.dealt_ring = u32::MAX;
             tracing::debug!(model = model.name, "learned another order");
             reclaim::pass_ended(core, control, id)?;

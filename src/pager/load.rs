@@ -213,6 +213,8 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
         core.device.set_now(own_time);
         if let Err(error) = copied {
             fail_pages(control, load.model, load.first..load.first + load.count, load.id, &error);
+            // Whoever comes by may find that another's load failed, with no reader left to tell of it.
+            core.changed.notify_all();
         }
     }
 }
@@ -361,9 +363,11 @@ fn keep_streamed(
         rest = buffer.split_off(count);
         if streamed && control.cached_bytes + buffer.len() <= kept_limit {
             control.cached_bytes += buffer.len();
-            if let Some(model) = control.model_mut(id) {
-                model.cache.insert(page, CachedRun { buffer, pages: count });
-            }
+            // A page that was asked for, taken away and asked for again is read twice.
+            let replaced = control
+                .model_mut(id)
+                .and_then(|model| model.cache.insert(page, CachedRun { buffer, pages: count }));
+            control.cached_bytes -= replaced.map_or(0, |run| run.buffer.len());
         }
         page += count;
     }

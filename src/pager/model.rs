@@ -393,9 +393,7 @@ impl PagedModel {
         let mut control = core.control.lock();
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
-        if model.whole_units.contains(&unit.0) {
-            return Ok(());
-        }
+        let known = model.whole_units.contains(&unit.0);
         let bytes = self.layout.units()[unit.index()].bytes.clone();
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) {
@@ -412,8 +410,12 @@ impl PagedModel {
                 holders: control.holders(core, self.id),
             });
         }
+        if known {
+            return Ok(());
+        }
         model.whole_units.insert(unit.0);
         model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
+        model.chosen_frames = None;
         reclaim::replan(core, &mut control, self.id, true)
     }
 

@@ -17,7 +17,7 @@ use super::load::Loads;
 use super::model::PagedModel;
 use super::options::{ModelOptions, PagerOptions};
 use super::order::{OrderLearner, PassOrder};
-use super::plan::Plan;
+use super::plan::{Choice, Plan};
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
@@ -149,10 +149,18 @@ impl Pager {
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
         let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let piece_bytes = options.piece_bytes.unwrap_or(total / 16).max(core.page_bytes);
+        let (whole_bytes, piece_bytes) = match options.piece_bytes {
+            Some(piece) => (piece, piece),
+            None => (total / 2, total / 16),
+        };
         let layout = Arc::new(PageLayout::new(
             &index,
-            &LayoutOptions { page_bytes: core.page_bytes, piece_bytes, compute: options.compute },
+            &LayoutOptions {
+                page_bytes: core.page_bytes,
+                whole_bytes,
+                piece_bytes: piece_bytes.max(core.page_bytes),
+                compute: options.compute,
+            },
         )?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
@@ -161,8 +169,12 @@ impl Pager {
         let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
         let base = range.range().start;
         let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
-        let order =
-            PassOrder::new((0..spans).collect(), pages, |span| layout.spans()[span as usize].pages.clone());
+        let order = PassOrder::new(
+            (0..spans).collect(),
+            pages,
+            |span| layout.spans()[span as usize].pages.clone(),
+            &[],
+        );
         let whole_units = HashSet::new();
         let groups = ModelState::make_groups(&layout, &whole_units);
         let casts = (0..index.tensors().len()).any(|tensor| {
@@ -187,6 +199,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
+            choice: Choice { whole: Vec::new(), ring: core.options.ring },
+            chosen_frames: None,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
             dealt_ring: u32::MAX,

@@ -141,3 +141,47 @@ pub fn read_back(
     stream.synchronize().unwrap();
     bytes
 }
+
+/// Ends the process with a message if it is not dropped within `seconds`: a hang is a failure that a
+/// person can read, not a test run without end.
+pub struct Watchdog {
+    alive: Option<std::sync::mpsc::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Watchdog {
+    pub fn new(seconds: u64, what: impl Into<String>) -> Self {
+        let what = what.into();
+        let (alive, watched) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let limit = std::time::Duration::from_secs(seconds);
+            if watched.recv_timeout(limit) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("hung for {seconds} s: {what}");
+                std::process::abort();
+            }
+        });
+        Self { alive: Some(alive), thread: Some(thread) }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        drop(self.alive.take());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+/// A card as its own type, for the hooks that only an emulated one has, and as any device.
+pub fn hooked_card(bytes: u64) -> (Arc<device::emulated::EmulatedDevice>, SharedDevice) {
+    let mut options = device::emulated::EmulatedOptions::new(bytes);
+    options.page_bytes = 64 * KIB;
+    let card = device::emulated::EmulatedDevice::open(options).unwrap();
+    (Arc::clone(&card), card)
+}
+
+/// The number of a unit as its id.
+pub fn unit_id(number: u64) -> UnitId {
+    UnitId(u32::try_from(number).unwrap())
+}

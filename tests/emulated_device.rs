@@ -215,33 +215,35 @@ fn modelled_times_are_exact() {
     let (copier, compute) = (stream(&device), stream(&device));
     let at = |nanos: u64| assert_eq!(device.now(), ModelTime(nanos));
     at(0);
-    let (range, _frames) = mapped(&device, 1);
-    at(193_000 + 1_500 + 36_000);
-    let source = HostBlock::map(&card, 2 * MIB).unwrap();
+    let (range, _frames) = mapped(&device, 2);
+    let mapped_at = 2 * (193_000 + 1_500) + 36_000;
+    at(mapped_at);
+    let [source, target] = [0, 1].map(|_| HostBlock::map(&card, 2 * MIB).unwrap());
+    let page = |number| DeviceRange::new(range.address(number), 2 * MIB);
     let fences = FencePool::new(&card);
     // 2 MiB at 25 GB/s.
     let copy_ns = 83_886;
     // SAFETY: the block and the range live past the waits.
     unsafe {
         let copy = |from| {
-            device.copy_to_device(range.range(), source.start(), ModelTime(from), copier.id()).unwrap();
+            device.copy_to_device(page(0), source.start(), ModelTime(from), copier.id()).unwrap();
         };
         copy(0);
-        at(232_500);
+        at(mapped_at + 2_000);
         copy(0);
-        at(234_500);
+        at(mapped_at + 4_000);
         let arrived = fences.record(&copier).unwrap();
-        at(235_500);
+        at(mapped_at + 5_000);
         assert!(!arrived.is_done().unwrap());
-        at(236_000);
+        at(mapped_at + 5_500);
         arrived.wait_on(&compute).unwrap();
-        at(237_000);
+        at(mapped_at + 6_500);
         compute.charge_compute(Duration::from_millis(1)).unwrap();
-        at(237_000);
+        at(mapped_at + 6_500);
         let computed = fences.record(&compute).unwrap();
-        at(238_000);
+        at(mapped_at + 7_500);
         arrived.wait().unwrap();
-        let copied_at = 232_500 + 2 * copy_ns;
+        let copied_at = mapped_at + 2_000 + 2 * copy_ns;
         at(copied_at);
         assert!(arrived.is_done().unwrap());
         at(copied_at + 500);
@@ -252,7 +254,7 @@ fn modelled_times_are_exact() {
         // A copy waits for its source's bytes; the other direction has an engine of its own.
         copy(5_000_000);
         let other = stream(&device);
-        device.copy_to_host(source.start(), range.range(), other.id()).unwrap();
+        device.copy_to_host(target.start(), page(1), other.id()).unwrap();
         other.synchronize().unwrap();
         at(computed_at + 4_000 + copy_ns);
         copier.synchronize().unwrap();

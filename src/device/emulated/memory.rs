@@ -162,11 +162,15 @@ impl Memory {
         let refuse = |why: &str| DeviceError::Host { call, bytes, why: why.to_owned() };
         let count = usize::try_from(count).map_err(|_| refuse("more than an address space"))?;
         self.budget.change(call, bytes, 1)?;
+        // The addresses first: a length that no address space has is refused before it costs memory.
         let mut pages = Vec::new();
-        let reserved = pages
-            .try_reserve_exact(count)
-            .map_err(|error| refuse(&error.to_string()))
-            .and_then(|()| backing::reserve(bytes, self.page_bytes));
+        let reserved = backing::reserve(bytes, self.page_bytes).and_then(|start| {
+            pages.try_reserve_exact(count).map_err(|error| {
+                backing::release(DeviceRange::new(start, bytes));
+                refuse(&error.to_string())
+            })?;
+            Ok(start)
+        });
         let start = match reserved {
             Ok(start) => start,
             Err(error) => {

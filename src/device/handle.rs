@@ -221,6 +221,13 @@ impl Fence {
     }
 }
 
+impl Fence {
+    /// Whether both stand for the same recorded point.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.slot, &other.slot)
+    }
+}
+
 impl Clone for Fence {
     fn clone(&self) -> Self {
         self.slot.owners.fetch_add(1, Ordering::Relaxed);

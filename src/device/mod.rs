@@ -431,6 +431,10 @@ pub trait Clock {
     /// The calling thread's time on this device.
     fn now(&self) -> ModelTime;
 
+    /// Sets the calling thread's time on a modelled device, for a thread that carries on what another
+    /// began; does nothing on a real one.
+    fn set_now(&self, time: ModelTime);
+
     /// Charges `duration` of compute to `stream` on a modelled device; does nothing on a real one.
     ///
     /// # Safety

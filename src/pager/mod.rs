@@ -1,1 +1,59 @@
-//! pager
+//! The pager: page table, residency, fault path, streaming ring and reclaim of one card.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `pager`, `model`, `guard`, `rows`, `streams`, `options`, `error` | what a runner uses |
+//! | `word` | the lock-free word of a span: the hit path |
+//! | `fault` | the slow path of a fault, and the release of a streamed span |
+//! | `claim` | a frame for each page of a faulted span |
+//! | `load` | reads and copies in order |
+//! | `convert` | the copies of a run of pages: plain, cast, patched |
+//! | `patches`, `patched`, `attach` | low-rank patches: their sets, faults through one, changing it |
+//! | `prefetch` | filling the ring ahead |
+//! | `reclaim` | budget, plans carried out, taking frames back |
+//! | `core`, `frames`, `counters` | the shared state and its accounts |
+//! | `verify` | checking guards against the file |
+//! | `plan`, `order`, `ring` | decisions: pure functions |
+//!
+//! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
+//! and release on its stream its pages are resident and hold the right bytes; no page is unmapped and no
+//! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
+//! address for the model's life. May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
+
+mod attach;
+mod claim;
+mod convert;
+mod core;
+mod counters;
+mod error;
+mod fault;
+mod frames;
+mod guard;
+mod load;
+mod model;
+mod options;
+mod order;
+mod pager;
+mod patched;
+mod patches;
+mod plan;
+mod prefetch;
+mod reclaim;
+mod ring;
+mod rows;
+mod streams;
+mod verify;
+mod word;
+
+pub use counters::ModelCounts;
+pub use error::PagerError;
+pub use guard::{Guard, OwnedGuard, TensorView};
+pub use model::{ModelFigures, PagedModel};
+pub use options::{ModelOptions, PagerOptions};
+pub use pager::{Pager, PagerFigures};
+pub use patched::PatchedModel;
+pub use patches::{Factor, PatchSet, TensorPatch};
+pub use plan::RingSize;
+pub use rows::RowsGuard;
+pub use streams::{MAX_STREAMS, PagerStream};
+pub use verify::{CHECK_CAPACITY, Check, Mismatch, Verifier};

@@ -353,6 +353,8 @@ impl Clock for CudaDevice {
         ModelTime(u64::try_from(self.opened.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
+    fn set_now(&self, _time: ModelTime) {}
+
     unsafe fn charge_compute(&self, stream: StreamId, _duration: Duration) -> Result<(), DeviceError> {
         self.raw_stream("charge_compute", stream).map(|_| ())
     }

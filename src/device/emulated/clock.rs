@@ -201,6 +201,11 @@ impl HostClock {
         self.update(|now| now.max(time))
     }
 
+    /// Sets the calling thread's time, also to an earlier one.
+    pub(super) fn set(&self, time: ModelTime) {
+        self.update(|_| time);
+    }
+
     fn update(&self, change: impl FnOnce(ModelTime) -> ModelTime) -> ModelTime {
         let latest = || ModelTime(self.latest.load(Ordering::Relaxed));
         let mut change = Some(change);

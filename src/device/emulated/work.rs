@@ -394,6 +394,10 @@ impl Clock for EmulatedDevice {
         self.clock.now()
     }
 
+    fn set_now(&self, time: ModelTime) {
+        self.clock.set(time);
+    }
+
     unsafe fn charge_compute(&self, stream: StreamId, duration: Duration) -> Result<(), DeviceError> {
         self.enter(CallKind::ChargeCompute, 0)?;
         let mut control = self.control.lock();

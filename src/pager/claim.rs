@@ -1,0 +1,336 @@
+//! Claiming: giving each page of a span a frame that will hold its bytes.
+//!
+//! A resident page gets a frame of its own. A streamed page is mapped, once, to the frame of its ring
+//! slot; in steady state a claim only takes that frame from the page before, and makes no mapping call.
+//! If a guard holds the slot's frame, the page is mapped to another one; if there is none, the claim
+//! fails at once and says what is held. All under the control lock.
+
+#![expect(unsafe_code, reason = "unmaps pages after it waited for everything that used them")]
+
+use super::core::{Control, Core, Page};
+use super::error::PagerError;
+use super::frames::{NONE, PageKey, Role};
+use super::reclaim::{self, TakeFrom};
+use super::word::SpanState;
+use crate::device::DeviceError;
+
+/// What a claim did.
+#[derive(Debug, Default)]
+pub(super) struct Claimed {
+    /// Pages whose bytes must be loaded, ascending.
+    pub(super) missing: Vec<u32>,
+    /// Whether one of them lies in the ring.
+    pub(super) streamed: bool,
+}
+
+/// Gives every page of `span` a frame. The caller pinned the span as arriving, so that none of its pages
+/// is taken for another one meanwhile. After an error nothing is claimed.
+pub(super) fn claim_span(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    span: u32,
+) -> Result<Claimed, PagerError> {
+    let mut claimed = Claimed::default();
+    let Some(model) = control.model(id) else { return Ok(claimed) };
+    let pages = model.layout.spans()[span as usize].pages.clone();
+    let mut mapped = Vec::new();
+    let mut result = Ok(());
+    for page in pages.clone() {
+        if control.is_present(id, page) {
+            continue;
+        }
+        match place(core, control, id, page, &mut mapped) {
+            Ok(role) => {
+                occupy(control, id, page);
+                claimed.streamed |= role == Role::Ring;
+                claimed.missing.push(page);
+            }
+            Err(error) => {
+                result = Err(error);
+                break;
+            }
+        }
+    }
+    if let Err(error) = set_access(control, id, &mapped) {
+        // Without access the new mappings are of no use; take them back so that a later claim maps again.
+        for &page in &mapped {
+            let _ = unmap(control, id, page);
+        }
+        result = Err(error.into());
+    }
+    if let Err(error) = result {
+        for &page in &claimed.missing {
+            release_claim(control, id, page);
+        }
+        return Err(describe(core, control, id, span, error));
+    }
+    if let Some(model) = control.model(id) {
+        let streamed = model.is_streamed(span, &control.frames);
+        model.words[span as usize].0.set_streamed(streamed);
+    }
+    Ok(claimed)
+}
+
+/// Marks a page's frame as holding, soon, its bytes.
+pub(super) fn occupy(control: &mut Control, id: u32, page: u32) {
+    control.page_loads += 1;
+    let loads = control.page_loads;
+    let Some(model) = control.model(id) else { return };
+    let frame = model.pages[page as usize].frame;
+    if frame == NONE {
+        return;
+    }
+    let info = control.frames.info_mut(frame);
+    info.content = PageKey { model: id, page };
+    info.loading = 0;
+    info.fresh = false;
+    info.consumed = false;
+    info.loaded_at = loads;
+}
+
+/// Undoes [`occupy`] for a page whose load was never asked for.
+fn release_claim(control: &mut Control, id: u32, page: u32) {
+    let Some(model) = control.model(id) else { return };
+    let frame = model.pages[page as usize].frame;
+    if frame != NONE && control.frames.info(frame).content == (PageKey { model: id, page }) {
+        control.frames.info_mut(frame).clear_content();
+    }
+}
+
+/// Makes new mappings accessible, one call a run.
+pub(super) fn set_access(control: &mut Control, id: u32, mapped: &[u32]) -> Result<(), DeviceError> {
+    let mut pages = mapped.to_vec();
+    pages.sort_unstable();
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
+    for run in pages.chunk_by(|a, b| a + 1 == *b) {
+        if let Some(&first) = run.first() {
+            model.range.set_access(first, u32::try_from(run.len()).unwrap_or(u32::MAX))?;
+        }
+    }
+    Ok(())
+}
+
+/// Maps `page` to a frame that nobody needs any more. New mappings are added to `mapped`.
+fn place(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    page: u32,
+    mapped: &mut Vec<u32>,
+) -> Result<Role, PagerError> {
+    let Some(&Page { frame, slot, .. }) = control.model(id).and_then(|model| model.pages.get(page as usize))
+    else {
+        return Ok(Role::Idle);
+    };
+    if frame != NONE && control.frames.info(frame).role == Role::Resident {
+        return Ok(Role::Resident);
+    }
+    if slot == NONE {
+        let promoted = control.model(id).is_some_and(|model| model.promoted);
+        let from = if promoted { TakeFrom::Lower } else { TakeFrom::Nobody };
+        if let Some(own) = reclaim::obtain(core, control, id, Role::Resident, from)? {
+            remap(control, id, page, own, mapped)?;
+            return Ok(Role::Resident);
+        }
+    }
+    let wanted = control.frames.ring.get(slot as usize).copied().unwrap_or(NONE);
+    let wanted = if wanted == NONE && (slot as usize) < control.frames.ring.len() {
+        let filled = reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)?;
+        if let Some(filled) = filled {
+            control.frames.ring[slot as usize] = filled;
+        }
+        filled.unwrap_or(NONE)
+    } else {
+        wanted
+    };
+    // A page that was moved to another slot's frame before is still fine where it is, if that is free.
+    for candidate in [wanted, frame] {
+        if candidate != NONE && take(control, candidate) {
+            remap(control, id, page, candidate, mapped)?;
+            return Ok(Role::Ring);
+        }
+    }
+    let other = divert(core, control, id)?;
+    remap(control, id, page, other, mapped)?;
+    Ok(Role::Ring)
+}
+
+/// Takes a ring frame from the page whose bytes it holds. `false`, and nothing changed, if a guard holds
+/// that page.
+pub(super) fn take(control: &mut Control, frame: u32) -> bool {
+    let key = control.frames.info(frame).content;
+    if !key.is_none() {
+        if control.leave_page(key).is_none() {
+            return false;
+        }
+        control.set_page_absent(key);
+        if let Some(model) = control.model_mut(key.model) {
+            model.counts.evicted_pages += 1;
+        }
+        control.frames.info_mut(frame).clear_content();
+    }
+    true
+}
+
+/// Another frame for a streamed page whose own is held: one of the ring that was used already, any other
+/// of the ring, a new one, or one that a resident page gives up.
+fn divert(core: &Core, control: &mut Control, id: u32) -> Result<u32, PagerError> {
+    let slots = control.frames.ring.len();
+    for only_consumed in [true, false] {
+        for step in 0..slots {
+            let place = (control.ring_hand + step) % slots;
+            let frame = control.frames.ring[place];
+            if frame == NONE || (only_consumed && !control.frames.info(frame).consumed) {
+                continue;
+            }
+            if take(control, frame) {
+                control.ring_hand = (place + 1) % slots;
+                return Ok(frame);
+            }
+        }
+    }
+    if let Some(frame) = reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)? {
+        match control.frames.ring.iter_mut().find(|slot| **slot == NONE) {
+            Some(slot) => *slot = frame,
+            None => control.frames.ring.push(frame),
+        }
+        return Ok(frame);
+    }
+    Err(PagerError::Held {
+        model: String::new(),
+        what: String::new(),
+        device: core.device.info().name.clone(),
+        need: core.page_bytes,
+        held: control.held_names(),
+    })
+}
+
+/// Maps a page to `frame`, which nobody needs; does nothing if it is mapped there already.
+pub(super) fn remap(
+    control: &mut Control,
+    id: u32,
+    page: u32,
+    frame: u32,
+    mapped: &mut Vec<u32>,
+) -> Result<(), DeviceError> {
+    let Some(model) = control.model(id) else { return Ok(()) };
+    let old = model.pages[page as usize].frame;
+    if old == frame {
+        return Ok(());
+    }
+    let role = control.frames.info(frame).role;
+    let undo = |control: &mut Control| {
+        if role == Role::Resident {
+            control.frames.make_idle(frame);
+        }
+    };
+    if old != NONE
+        && let Err(error) = unmap(control, id, page)
+    {
+        undo(control);
+        return Err(error);
+    }
+    let Control { frames, models, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(()) };
+    if let Err(error) = model.range.map(page, &frames.set, frame) {
+        undo(control);
+        return Err(error);
+    }
+    frames.info_mut(frame).mapped += 1;
+    model.pages[page as usize].frame = frame;
+    if role == Role::Resident {
+        model.resident += 1;
+        model.resident_end = model.resident_end.max(model.order.rank(page) + 1);
+    }
+    mapped.push(page);
+    Ok(())
+}
+
+/// Removes a page's mapping, after everything that may have used its address is done. Its spans are not
+/// ready and not pinned; a frame of its own becomes idle.
+pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), DeviceError> {
+    let Control { frames, models, engine, streams, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(()) };
+    let frame = model.pages[page as usize].frame;
+    if frame == NONE {
+        return Ok(());
+    }
+    // Earlier uses of this address: those of its own spans are on the streams that used them; copies into
+    // it, and uses that a newer copy into the frame waited for, are behind the frame's own fences.
+    let used =
+        model.layout.spans_of_page(page).fold(0, |used, span| used | model.words[span as usize].0.used());
+    let key = PageKey { model: id, page };
+    let info = frames.info_mut(frame);
+    if info.role == Role::Resident || info.content == key {
+        for fence in streams.fences(used, engine)? {
+            fence.wait()?;
+        }
+    }
+    info.wait_quiet()?;
+    // SAFETY: no span of the page is pinned or ready (the caller took them), so no new work names its
+    // address; work given before was waited for above.
+    unsafe { model.range.unmap(page)? };
+    model.pages[page as usize].frame = NONE;
+    info.mapped -= 1;
+    if info.content == key {
+        info.clear_content();
+    }
+    if info.role == Role::Resident {
+        model.resident -= 1;
+        frames.make_idle(frame);
+    }
+    Ok(())
+}
+
+/// Completes a refusal with what was asked for, and tells what can never fit from what is held now.
+fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerError) -> PagerError {
+    let PagerError::Held { held, .. } = error else { return error };
+    let Some(model) = control.model(id) else {
+        return PagerError::Held {
+            model: String::new(),
+            what: String::new(),
+            device: String::new(),
+            need: 0,
+            held,
+        };
+    };
+    let place = &model.layout.spans()[span as usize];
+    let pages = place.pages.end - place.pages.start;
+    let what = format!("unit {}", model.index.unit_info(place.unit).name);
+    let device = core.device.info().name.clone();
+    let need = u64::from(pages) * core.page_bytes;
+    let limit = u64::from(control.budget) * core.page_bytes;
+    // The span itself is pinned by the fault that asks; it is not one that holds.
+    let own = &model.index.unit_info(place.unit).name;
+    let others: Vec<String> = held.into_iter().filter(|name| name != own).collect();
+    if pages > control.budget || others.is_empty() {
+        return PagerError::NeverFits {
+            model: model.name.clone(),
+            what,
+            device,
+            need,
+            limit,
+            holders: control.holders(core, id),
+        };
+    }
+    let present = place.pages.clone().filter(|&page| control.is_present(id, page)).count() as u64;
+    PagerError::Held {
+        model: model.name.clone(),
+        what,
+        device,
+        need: need.saturating_sub(present * core.page_bytes),
+        held: others,
+    }
+}
+
+/// The state of a span after a claim failed: absent, unless somebody else waits for it too.
+pub(super) fn abandon(control: &Control, id: u32, span: u32) {
+    if let Some(model) = control.model(id) {
+        let word = &model.words[span as usize].0;
+        word.unpin();
+        if word.view().state() != SpanState::Ready && word.view().pins() == 0 {
+            word.set_state(SpanState::Absent);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! The pager's shared state of one card, and its one lock.
+//!
+//! [`Core`] is what runners, guards and reader threads share; it owns no thread. [`Control`] is
+//! everything that the control lock protects: frames, ring, models, loads, streams. The lock is taken by
+//! every fault that is not a hit and by the release of a streamed span; it is not held while a file is
+//! read, and never while waiting for a guard.
+//!
+//! Lock order: control, then staging, then device. Nothing here calls back into a runner.
+
+#![deny(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::counters::ModelCounts;
+use super::error::PagerError;
+use super::frames::{Frames, NONE, PageKey, Role};
+use super::load::Loads;
+use super::options::PagerOptions;
+use super::order::{OrderLearner, PassOrder};
+use super::patches::{DevicePatches, PatchSet};
+use super::plan::Plan;
+use super::streams::StreamTable;
+use super::word::SpanWord;
+use crate::device::{AddressRange, PoolAllocation, SharedDevice};
+use crate::staging::{Arena, StagingBuffer};
+use crate::sync::Padded;
+use crate::transfer::{CopyEngine, ReaderQueue};
+use crate::units::ModelTime;
+use crate::weights::{PageLayout, TensorIndex};
+
+/// What everybody who works with one card's pager shares.
+#[derive(Debug)]
+pub(super) struct Core {
+    pub(super) device: SharedDevice,
+    pub(super) options: PagerOptions,
+    pub(super) page_bytes: u64,
+    /// Pages of one read and one copy.
+    pub(super) chunk_pages: u32,
+    pub(super) arena: Arc<Arena>,
+    pub(super) readers: ReaderQueue,
+    /// Bytes left free, device wide. Read live.
+    pub(super) headroom: AtomicU64,
+    pub(super) control: Mutex<Control>,
+    /// Signalled when a load ends and when a streamed span is released.
+    pub(super) changed: Condvar,
+}
+
+/// What the control lock protects.
+#[derive(Debug)]
+pub(super) struct Control {
+    pub(super) frames: Frames,
+    pub(super) engine: CopyEngine,
+    pub(super) streams: StreamTable,
+    pub(super) models: Vec<Option<Box<ModelState>>>,
+    pub(super) loads: Loads,
+    /// The most frames that there may be, from the last look at the device.
+    pub(super) budget: u32,
+    pub(super) budget_read_at: Option<ModelTime>,
+    pub(super) next_priority: u64,
+    /// Page loads asked for so far: the ring's measure of age.
+    pub(super) page_loads: u64,
+    /// Where the search for another ring frame goes on.
+    pub(super) ring_hand: usize,
+    pub(super) cached_bytes: u64,
+    /// One for each copy stream, where what is cast on the card lands.
+    pub(super) scratch: Vec<PoolAllocation>,
+}
+
+/// Where a page is and where it belongs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Page {
+    /// The frame that it is mapped to.
+    pub(super) frame: u32,
+    /// Its ring slot, or [`NONE`] for a page that stays.
+    pub(super) slot: u32,
+    /// Its place among the streamed pages of a pass, or [`NONE`].
+    pub(super) place: u32,
+}
+
+impl Page {
+    pub(super) const ABSENT: Self = Self { frame: NONE, slot: NONE, place: NONE };
+}
+
+/// A run of pages whose bytes are kept in staging memory.
+#[derive(Debug)]
+pub(super) struct CachedRun {
+    pub(super) buffer: StagingBuffer,
+    pub(super) pages: u32,
+}
+
+/// One model on the card.
+#[derive(Debug)]
+pub(super) struct ModelState {
+    pub(super) name: String,
+    pub(super) index: Arc<TensorIndex>,
+    pub(super) layout: Arc<PageLayout>,
+    pub(super) words: Arc<[Padded<SpanWord>]>,
+    pub(super) range: AddressRange,
+    pub(super) pages: Vec<Page>,
+    pub(super) order: PassOrder,
+    pub(super) learner: OrderLearner,
+    /// What one fault needs at once, as runs of pages.
+    pub(super) groups: Vec<Range<u32>>,
+    /// Units of several spans that the runner faults whole.
+    pub(super) whole_units: HashSet<u32>,
+    pub(super) plan: Plan,
+    /// The frames that the plan was made for.
+    pub(super) planned_frames: u32,
+    /// Streamed pages in pass order.
+    pub(super) sequence: Vec<u32>,
+    /// Ring slots when the slots were dealt anew, and pages that were edited since.
+    pub(super) dealt_ring: u32,
+    pub(super) edits: u32,
+    /// The place in `sequence` that prefetch goes on at.
+    pub(super) cursor: u32,
+    /// Higher is more important.
+    pub(super) priority: u64,
+    /// Whether it may take frames from models of lower priority.
+    pub(super) promoted: bool,
+    /// Pages with a frame of their own.
+    pub(super) resident: u32,
+    /// No page at this place of the keep order or later has a frame of its own.
+    pub(super) resident_end: u32,
+    pub(super) cache: BTreeMap<u32, CachedRun>,
+    /// Why the last load of a page failed, until the next is asked for.
+    pub(super) errors: HashMap<u32, PagerError>,
+    pub(super) counts: ModelCounts,
+    pub(super) said_pieces: bool,
+    /// The patches that bytes on the card are made with.
+    pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
+    pub(super) stale: HashSet<u32>,
+}
+
+impl Core {
+    /// The headroom in bytes.
+    pub(super) fn headroom(&self) -> u64 {
+        self.headroom.load(Ordering::Relaxed)
+    }
+}
+
+impl Control {
+    pub(super) fn model(&self, id: u32) -> Option<&ModelState> {
+        self.models.get(id as usize).and_then(Option::as_deref)
+    }
+
+    pub(super) fn model_mut(&mut self, id: u32) -> Option<&mut ModelState> {
+        self.models.get_mut(id as usize).and_then(Option::as_deref_mut)
+    }
+
+    /// Whether a page's bytes are in its frame or on the way there.
+    pub(super) fn is_present(&self, id: u32, page: u32) -> bool {
+        let Some(model) = self.model(id) else { return false };
+        let frame = model.pages[page as usize].frame;
+        frame != NONE && self.frames.info(frame).content == (PageKey { model: id, page })
+    }
+
+    /// Pages of all models that have a frame of their own.
+    pub(super) fn resident_pages(&self) -> u32 {
+        self.models.iter().flatten().map(|model| model.resident).sum()
+    }
+
+    /// Takes the spans that touch a page out of use: `None`, and nothing changed, if one is pinned.
+    /// Otherwise they are leaving; answers the streams that used them. The caller sets them absent.
+    pub(super) fn leave_page(&self, key: PageKey) -> Option<u64> {
+        let Some(model) = self.model(key.model) else { return Some(0) };
+        let spans = model.layout.spans_of_page(key.page);
+        let mut used = 0;
+        for span in spans.clone() {
+            let word = &model.words[span as usize].0;
+            let before = word.view().state();
+            if !word.try_leave() {
+                for undo in spans.start..span {
+                    let word = &model.words[undo as usize].0;
+                    // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
+                    if word.view().state() == super::word::SpanState::Leaving {
+                        word.set_state(super::word::SpanState::Arriving);
+                    }
+                }
+                return None;
+            }
+            let _ = before;
+            used |= word.used();
+        }
+        Some(used)
+    }
+
+    /// Sets the spans that touch a page absent, after [`Self::leave_page`].
+    pub(super) fn set_page_absent(&self, key: PageKey) {
+        let Some(model) = self.model(key.model) else { return };
+        for span in model.layout.spans_of_page(key.page) {
+            model.words[span as usize].0.set_state(super::word::SpanState::Absent);
+        }
+    }
+
+    /// Names of the units that guards hold now, at most a few.
+    pub(super) fn held_names(&self) -> Vec<String> {
+        const SHOWN: usize = 8;
+        let mut names = Vec::new();
+        let mut more = 0_usize;
+        for model in self.models.iter().flatten() {
+            for (span, word) in model.layout.spans().iter().zip(model.words.iter()) {
+                if word.0.view().pins() == 0 {
+                    continue;
+                }
+                let name = &model.index.unit_info(span.unit).name;
+                if names.last() == Some(name) {
+                    continue;
+                }
+                if names.len() < SHOWN {
+                    names.push(name.clone());
+                } else {
+                    more += 1;
+                }
+            }
+        }
+        if more > 0 {
+            names.push(format!("{more} more"));
+        }
+        names
+    }
+
+    /// Who holds memory of the card, in bytes, the asking model left out.
+    pub(super) fn holders(&self, core: &Core, asking: u32) -> Vec<(String, u64)> {
+        let mut holders = Vec::new();
+        for (id, model) in (0..).zip(&self.models) {
+            if let Some(model) = model
+                && id != asking
+                && model.resident > 0
+            {
+                holders.push((model.name.clone(), u64::from(model.resident) * core.page_bytes));
+            }
+        }
+        if let Ok(pool) = core.device.pool_figures()
+            && pool.reserved > 0
+        {
+            holders.push(("activations".to_owned(), pool.reserved));
+        }
+        let total = core.device.info().total_bytes;
+        if let Ok(figures) = core.device.memory() {
+            let ours = u64::from(self.frames.count()) * core.page_bytes
+                + core.device.pool_figures().map_or(0, |pool| pool.reserved);
+            let others = total.saturating_sub(figures.free).saturating_sub(ours);
+            if others > 0 {
+                holders.push(("others".to_owned(), others));
+            }
+        }
+        if core.headroom() > 0 {
+            holders.push(("headroom".to_owned(), core.headroom()));
+        }
+        holders
+    }
+}
+
+impl ModelState {
+    /// Pages of the spans or units that are faulted at once.
+    pub(super) fn make_groups(layout: &PageLayout, whole: &HashSet<u32>) -> Vec<Range<u32>> {
+        let mut groups = Vec::new();
+        for (unit, place) in (0_u32..).zip(layout.units()) {
+            let spans = &layout.spans()[place.spans.start as usize..place.spans.end as usize];
+            match (spans.first(), spans.last()) {
+                (Some(first), Some(last)) if whole.contains(&unit) => {
+                    groups.push(first.pages.start..last.pages.end);
+                }
+                _ => groups.extend(spans.iter().map(|span| span.pages.clone())),
+            }
+        }
+        groups
+    }
+
+    /// The patches that are attached.
+    pub(super) fn patches(&self) -> Option<&Arc<PatchSet>> {
+        self.attached.as_ref().map(|attached| &attached.set)
+    }
+
+    /// Whether `span` is the last of a pass that touches `page`.
+    pub(super) fn is_last_use(&self, page: u32, span: u32) -> bool {
+        let position = self.order.position(span);
+        self.layout.spans_of_page(page).all(|other| self.order.position(other) <= position)
+    }
+
+    /// Whether a part of the span passes through the ring.
+    pub(super) fn is_streamed(&self, span: u32, frames: &Frames) -> bool {
+        self.layout.spans()[span as usize].pages.clone().any(|page| {
+            let frame = self.pages[page as usize].frame;
+            frame != NONE && frames.info(frame).role == Role::Ring
+        })
+    }
+}

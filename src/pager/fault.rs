@@ -1,0 +1,303 @@
+//! The slow path of a fault, and the release of a streamed span.
+//!
+//! A fault that is no hit claims frames for the pages of its span, asks for the missing bytes, waits for
+//! reads (not for copies: those its stream waits for), and leaves the span pinned. It never waits for a
+//! guard's release: what guards hold is gone around, or the fault fails at once and says what is held.
+
+#![deny(unsafe_code)]
+
+use std::sync::Arc;
+
+use parking_lot::MutexGuard;
+
+use super::attach;
+use super::claim::{self, abandon};
+use super::core::{Control, Core};
+use super::error::PagerError;
+use super::frames::{NONE, Role};
+use super::load;
+use super::model::PagedModel;
+use super::order::{Learned, PassOrder};
+use super::patches::{DevicePatches, PatchSet};
+use super::prefetch;
+use super::reclaim;
+use super::streams::PagerStream;
+use super::word::SpanState;
+use crate::device::{DeviceError, Fence};
+
+/// Faults one span, made with the patches of `set`, on a stream and leaves it pinned. Answers whether it is streamed, in which case its
+/// release goes through [`release_streamed`].
+pub(super) fn fault_span(
+    model: &PagedModel,
+    span: u32,
+    stream: &PagerStream,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<bool, PagerError> {
+    let core = model.core();
+    let id = model.id();
+    let mut control = core.control.lock();
+    while !attach::is_attached(&control, id, set) {
+        let patches = match set {
+            None => None,
+            Some(set) => {
+                let copies = Arc::clone(control.engine.stream(0));
+                let uploaded =
+                    MutexGuard::unlocked(&mut control, || DevicePatches::upload(core, model, set, &copies));
+                Some(uploaded?)
+            }
+        };
+        attach::attach(core, &mut control, id, patches)?;
+    }
+    reclaim::refresh_budget(core, &mut control, false)?;
+    attach::refresh_span(&mut control, id, span)?;
+    note_order(core, &mut control, id, span)?;
+    let word = model.word(span);
+    word.pin();
+    let was_ready = word.view().state() == SpanState::Ready;
+    if !was_ready {
+        word.set_state(SpanState::Arriving);
+    }
+    let mut count = Count::Hit;
+    match bring(core, &mut control, id, span, &mut count)
+        .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
+    {
+        Ok(()) => {}
+        Err(error) => {
+            abandon(&control, id, span);
+            return Err(error);
+        }
+    }
+    let streamed = word.view().is_streamed();
+    if let Some(model) = control.model_mut(id) {
+        match count {
+            Count::Hit => model.counts.hits += 1,
+            Count::Loaded => model.counts.loaded += 1,
+            Count::Streamed => model.counts.streamed += 1,
+        }
+    }
+    Ok(streamed)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Count {
+    Hit,
+    Loaded,
+    Streamed,
+}
+
+/// Claims frames, asks for bytes, and waits until every copy is enqueued.
+fn bring(
+    core: &Arc<Core>,
+    control: &mut MutexGuard<'_, Control>,
+    id: u32,
+    span: u32,
+    count: &mut Count,
+) -> Result<(), PagerError> {
+    let mut first_claim = true;
+    loop {
+        if !first_claim && let Some(error) = span_error(control, id, span) {
+            return Err(error);
+        }
+        if first_claim {
+            forget_errors(control, id, span);
+        }
+        let claimed = claim::claim_span(core, control, id, span)?;
+        if !claimed.missing.is_empty() {
+            *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
+            for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
+                if let Some(&first) = run.first() {
+                    load::submit(core, control, id, first, u32::try_from(run.len()).unwrap_or(u32::MAX));
+                }
+            }
+            prefetch::demanded(control, id, &claimed.missing);
+        }
+        first_claim = false;
+        loop {
+            if let Some(error) = span_error(control, id, span) {
+                return Err(error);
+            }
+            if !is_loading(control, id, span) {
+                break;
+            }
+            wait_for_progress(core, control)?;
+        }
+        if is_present(control, id, span) {
+            break;
+        }
+    }
+    let Some(model) = control.model(id) else { return Ok(()) };
+    let pages = model.layout.spans()[span as usize].pages.clone();
+    for page in pages {
+        let Some(model) = control.model(id) else { return Ok(()) };
+        let frame = model.pages[page as usize].frame;
+        if frame == NONE {
+            continue;
+        }
+        let info = control.frames.info_mut(frame);
+        if info.fresh {
+            info.fresh = false;
+            *count = if info.role == Role::Ring { Count::Streamed } else { (*count).max_loaded() };
+        }
+    }
+    Ok(())
+}
+
+impl Count {
+    fn max_loaded(self) -> Self {
+        if self == Self::Streamed { self } else { Self::Loaded }
+    }
+}
+
+/// Lets go of the lock until a load went on.
+fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) -> Result<(), PagerError> {
+    load::pump(core, control);
+    if !control.loads.is_starved() {
+        if control.loads.outstanding() > 0 {
+            core.changed.wait(control);
+        }
+        return Ok(());
+    }
+    // No buffer and nobody reading: a copy in flight will give one back, or else a kept page must.
+    let arena = Arc::clone(&core.arena);
+    let waited = MutexGuard::unlocked(control, || arena.wait_for_room());
+    waited?;
+    load::pump(core, control);
+    if control.loads.is_starved() {
+        load::drop_one_cached(control);
+        load::pump(core, control);
+    }
+    Ok(())
+}
+
+/// Makes the stream wait for copies under way; a span whose copies are all done becomes ready.
+fn arrive(
+    control: &mut Control,
+    id: u32,
+    span: u32,
+    stream: &PagerStream,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<(), DeviceError> {
+    let Control { frames, models, .. } = control;
+    let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return Ok(()) };
+    let mut all_done = true;
+    let mut last: Option<Fence> = None;
+    for page in model.layout.spans()[span as usize].pages.clone() {
+        let frame = model.pages[page as usize].frame;
+        if frame == NONE {
+            continue;
+        }
+        let info = frames.info_mut(frame);
+        let Some(fence) = &info.arrive else { continue };
+        if last.as_ref().is_some_and(|last| last.is_same(fence)) {
+            continue;
+        }
+        if fence.is_done()? {
+            info.arrive = None;
+            continue;
+        }
+        all_done = false;
+        fence.wait_on(stream)?;
+        last = Some(fence.clone());
+    }
+    let word = &model.words[span as usize].0;
+    if word.view().state() != SpanState::Ready {
+        word.set_version(PatchSet::version_of(set, span));
+    }
+    if all_done {
+        word.set_state(SpanState::Ready);
+    }
+    Ok(())
+}
+
+/// Releases a streamed span: the next copy into its ring frames waits for this point of the stream, and
+/// frames that the pass is through with are filled ahead.
+pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &PagerStream) {
+    let mut control = core.control.lock();
+    let fence = match control.engine.record(stream) {
+        Ok(fence) => Some(fence),
+        Err(error) => {
+            // Without a fence only the stream itself can tell; a lost device cannot, and is latched.
+            core.device.defer(error);
+            if let Err(error) = stream.synchronize() {
+                core.device.defer(error);
+            }
+            None
+        }
+    };
+    {
+        let Control { frames, models, .. } = &mut *control;
+        let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
+        for page in model.layout.spans()[span as usize].pages.clone() {
+            let frame = model.pages[page as usize].frame;
+            if frame == NONE {
+                continue;
+            }
+            let info = frames.info_mut(frame);
+            if info.role != Role::Ring {
+                continue;
+            }
+            if let Some(fence) = &fence {
+                info.used_until(stream.slot(), fence);
+            }
+            if model.is_last_use(page, span) {
+                info.consumed = true;
+            }
+        }
+        model.words[span as usize].0.release(stream.bit());
+    }
+    prefetch::advance(core, &mut control, id);
+    drop(control);
+    core.changed.notify_all();
+}
+
+/// Notes the fault in the model's order; at the end of a pass the plan may change.
+fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<(), PagerError> {
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
+    match model.learner.note(span, &model.order) {
+        Learned::Nothing => Ok(()),
+        Learned::PassEnded => reclaim::pass_ended(core, control, id),
+        Learned::NewOrder(spans) => {
+            let layout = Arc::clone(&model.layout);
+            model.order = PassOrder::new(spans, layout.page_count(), |span| {
+                layout.spans()[span as usize].pages.clone()
+            });
+            model.resident_end = u32::try_from(model.order.keep().len()).unwrap_or(u32::MAX);
+            model.dealt_ring = u32::MAX;
+            tracing::debug!(model = model.name, "learned another order");
+            reclaim::pass_ended(core, control, id)?;
+            reclaim::replan(core, control, id, true)
+        }
+    }
+}
+
+fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {
+    let model = control.model(id)?;
+    if model.errors.is_empty() {
+        return None;
+    }
+    let mut pages = model.layout.spans()[span as usize].pages.clone();
+    pages.find_map(|page| model.errors.get(&page)).cloned()
+}
+
+fn forget_errors(control: &mut Control, id: u32, span: u32) {
+    if let Some(model) = control.model_mut(id)
+        && !model.errors.is_empty()
+    {
+        for page in model.layout.spans()[span as usize].pages.clone() {
+            model.errors.remove(&page);
+        }
+    }
+}
+
+fn is_loading(control: &Control, id: u32, span: u32) -> bool {
+    let Some(model) = control.model(id) else { return false };
+    model.layout.spans()[span as usize].pages.clone().any(|page| {
+        let frame = model.pages[page as usize].frame;
+        frame != NONE && control.is_present(id, page) && control.frames.info(frame).loading != 0
+    })
+}
+
+fn is_present(control: &Control, id: u32, span: u32) -> bool {
+    let Some(model) = control.model(id) else { return true };
+    model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
+}

@@ -1,0 +1,185 @@
+//! Guards: a unit's device addresses, valid on a stream until released.
+
+#![deny(unsafe_code)]
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::fault;
+use super::model::PagedModel;
+use super::streams::PagerStream;
+use crate::units::{DeviceAddress, DeviceRange};
+use crate::weights::{Dtype, TensorId, UnitId};
+
+/// A tensor, or some rows of one, on the device.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TensorView<'a> {
+    /// The tensor's name.
+    pub name: &'a str,
+    /// The address of the first element.
+    pub address: DeviceAddress,
+    /// The length in bytes.
+    pub bytes: u64,
+    /// The type of the elements on the device.
+    pub dtype: Dtype,
+    /// The shape; in a piece the first dimension is the number of rows in it.
+    pub shape: Vec<u64>,
+    /// Which rows of the whole tensor these are.
+    pub rows: Range<u64>,
+}
+
+impl TensorView<'_> {
+    /// The addresses.
+    pub fn range(&self) -> DeviceRange {
+        DeviceRange::new(self.address, self.bytes)
+    }
+}
+
+/// What a guard holds: a run of spans, each pinned.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    pub(super) unit: UnitId,
+    pub(super) spans: Range<u32>,
+    /// Whether any span is streamed; `spans` with their bit set are released the slow way.
+    pub(super) streamed: Streamed,
+}
+
+/// Which spans of a run are streamed.
+#[derive(Debug)]
+pub(super) enum Streamed {
+    None,
+    All,
+    Some(Vec<bool>),
+}
+
+impl Streamed {
+    fn has(&self, place: usize) -> bool {
+        match self {
+            Self::None => false,
+            Self::All => true,
+            Self::Some(spans) => spans.get(place).copied().unwrap_or(false),
+        }
+    }
+}
+
+impl Pinned {
+    pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
+        for (place, span) in self.spans.clone().enumerate() {
+            if self.streamed.has(place) {
+                fault::release_streamed(model.core(), model.id(), span, stream);
+            } else {
+                model.word(span).release(stream.bit());
+            }
+        }
+    }
+}
+
+/// A unit, or a piece of one, on the device: its tensors' addresses, valid for work on its stream until
+/// the guard is released.
+///
+/// Dropping a guard releases it on the stream that it was faulted on. Work must be given to the stream
+/// before that.
+#[must_use = "a guard that is dropped at once gives its unit free before any work uses it"]
+pub struct Guard<'m> {
+    model: &'m PagedModel,
+    stream: &'m PagerStream,
+    pinned: Pinned,
+}
+
+impl<'m> Guard<'m> {
+    pub(super) fn new(model: &'m PagedModel, stream: &'m PagerStream, pinned: Pinned) -> Self {
+        Self { model, stream, pinned }
+    }
+
+    /// The unit.
+    pub fn unit(&self) -> UnitId {
+        self.pinned.unit
+    }
+
+    /// A tensor of the unit, by its whole name or by its name within the unit (`weight`). In a piece:
+    /// those of its rows that the piece holds.
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'m>> {
+        self.model.view(&self.pinned, name)
+    }
+
+    /// The unit's tensors in address order.
+    pub fn tensors(&self) -> Vec<TensorView<'m>> {
+        self.model.views(&self.pinned)
+    }
+
+    /// A tensor of the unit by its id.
+    pub fn tensor_by_id(&self, id: TensorId) -> Option<TensorView<'m>> {
+        self.tensors().into_iter().find(|view| self.model.index().tensor(view.name) == Some(id))
+    }
+
+    /// Releases the guard on its stream; the same as dropping it.
+    pub fn release(self) {}
+
+    /// Releases the guard on another stream, which all work that uses it has been ordered before.
+    pub fn release_on(mut self, stream: &PagerStream) {
+        self.pinned.release(self.model, stream);
+        self.pinned.spans = 0..0;
+    }
+}
+
+impl fmt::Debug for Guard<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Guard").field("pinned", &self.pinned).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.pinned.release(self.model, self.stream);
+    }
+}
+
+/// A guard that keeps its model and its stream alive, for code that cannot borrow them.
+#[must_use = "a guard that is dropped at once gives its unit free before any work uses it"]
+pub struct OwnedGuard {
+    model: Arc<PagedModel>,
+    stream: Arc<PagerStream>,
+    pinned: Pinned,
+}
+
+impl OwnedGuard {
+    pub(super) fn new(model: Arc<PagedModel>, stream: Arc<PagerStream>, pinned: Pinned) -> Self {
+        Self { model, stream, pinned }
+    }
+
+    /// The unit.
+    pub fn unit(&self) -> UnitId {
+        self.pinned.unit
+    }
+
+    /// As [`Guard::tensor`].
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.model.view(&self.pinned, name)
+    }
+
+    /// As [`Guard::tensors`].
+    pub fn tensors(&self) -> Vec<TensorView<'_>> {
+        self.model.views(&self.pinned)
+    }
+
+    /// The stream that it is valid on.
+    pub fn stream(&self) -> &Arc<PagerStream> {
+        &self.stream
+    }
+
+    /// Releases the guard on its stream; the same as dropping it.
+    pub fn release(self) {}
+}
+
+impl fmt::Debug for OwnedGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedGuard").field("pinned", &self.pinned).finish_non_exhaustive()
+    }
+}
+
+impl Drop for OwnedGuard {
+    fn drop(&mut self) {
+        self.pinned.release(&self.model, &self.stream);
+    }
+}

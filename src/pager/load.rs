@@ -1,0 +1,460 @@
+//! Loads: from a claimed run of pages to copies on the way.
+//!
+//! A load is a run of pages that are read together. Loads get staging buffers in the order in which they
+//! were asked for, are read by any reader, and are copied in the order in which they were asked for
+//! again, so that the order of copies does not depend on which reader was faster. Pages whose bytes lie
+//! in staging memory already are copied at once.
+//!
+//! A page that was taken away while its load was under way is skipped when the load ends: the frame says
+//! which load it waits for.
+
+#![deny(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::convert;
+use super::core::{CachedRun, Control, Core};
+use super::error::PagerError;
+use super::frames::{NONE, PageKey};
+use crate::device::{DeviceError, Fence};
+use crate::staging::StagingBuffer;
+use crate::transfer::{ReadJob, read_extents};
+use crate::units::ModelTime;
+use crate::weights::{PageLayout, TensorIndex};
+
+/// The loads under way, oldest first.
+#[derive(Debug)]
+pub(super) struct Loads {
+    queue: VecDeque<Load>,
+    /// The number of the next load; zero is no load.
+    next: u64,
+    reading: usize,
+}
+
+#[derive(Debug)]
+struct Load {
+    id: u64,
+    model: u32,
+    first: u32,
+    count: u32,
+    state: LoadState,
+    /// The modelled time from which its bytes are in the buffer.
+    available: ModelTime,
+}
+
+#[derive(Debug)]
+enum LoadState {
+    /// For a buffer.
+    Waiting,
+    Reading,
+    Read(Result<(StagingBuffer, u64), PagerError>),
+    /// Its model is gone.
+    Cancelled,
+}
+
+impl Loads {
+    pub(super) fn new() -> Self {
+        Self { queue: VecDeque::with_capacity(64), next: 1, reading: 0 }
+    }
+
+    /// Loads whose copies are not enqueued yet.
+    pub(super) fn outstanding(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether nothing will happen until a buffer comes free.
+    pub(super) fn is_starved(&self) -> bool {
+        self.reading == 0 && self.queue.iter().any(|load| matches!(load.state, LoadState::Waiting))
+    }
+
+    /// Forgets the loads of a model that goes away.
+    pub(super) fn cancel(&mut self, model: u32) {
+        for load in self.queue.iter_mut().filter(|load| load.model == model) {
+            load.state = match load.state {
+                LoadState::Reading => {
+                    // The reader still owns the buffer; its result is dropped.
+                    load.model = NONE;
+                    LoadState::Reading
+                }
+                _ => LoadState::Cancelled,
+            };
+        }
+    }
+}
+
+/// Asks for the bytes of `count` pages from `first` on, all claimed by [`Control::claim`] and mapped.
+pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u32, count: u32) {
+    let mut page = first;
+    let end = first + count;
+    while page < end {
+        if let Some(model) = control.model_mut(id) {
+            model.errors.remove(&page);
+        }
+        if !core.device.info().keeps_bytes {
+            copy_without_bytes(core, control, id, page, end - page);
+            return;
+        }
+        if let Some((run, pages)) = cached_run(control, id, page) {
+            let count = pages.min(end - page);
+            copy_cached(core, control, id, run, page, count);
+            page += count;
+            continue;
+        }
+        let mut count = 1;
+        while count < core.chunk_pages
+            && page + count < end
+            && cached_run(control, id, page + count).is_none()
+        {
+            count += 1;
+        }
+        let load = control.loads.next;
+        control.loads.next += 1;
+        for claimed in page..page + count {
+            if let Some(model) = control.model_mut(id) {
+                model.errors.remove(&claimed);
+                let frame = model.pages[claimed as usize].frame;
+                control.frames.info_mut(frame).loading = load;
+            }
+        }
+        control.loads.queue.push_back(Load {
+            id: load,
+            model: id,
+            first: page,
+            count,
+            state: LoadState::Waiting,
+            available: ModelTime::ZERO,
+        });
+        page += count;
+    }
+    pump(core, control);
+}
+
+/// The cached run that holds `page`, and how many of its pages come from there on.
+fn cached_run(control: &Control, id: u32, page: u32) -> Option<(u32, u32)> {
+    let (first, run) = control.model(id)?.cache.range(..=page).next_back()?;
+    let end = first + run.pages;
+    (page < end).then(|| (*first, end - page))
+}
+
+/// Gives buffers to the loads that wait for one, in order, and starts their reads.
+pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
+    for place in 0..control.loads.queue.len() {
+        let load = &control.loads.queue[place];
+        if !matches!(load.state, LoadState::Waiting) {
+            continue;
+        }
+        let (number, id, first, count) = (load.id, load.model, load.first, load.count);
+        let taken = core.arena.take(count);
+        let state = match taken {
+            Ok(Some(buffer)) => match control.model(id) {
+                Some(model) => {
+                    let bytes = model.layout.content_bytes(page_span(core, first, count));
+                    let available = core.device.schedule_read(bytes);
+                    let job = PageRead {
+                        core: Arc::clone(core),
+                        index: Arc::clone(&model.index),
+                        layout: Arc::clone(&model.layout),
+                        load: number,
+                        first,
+                        count,
+                        buffer: Some(buffer),
+                        read: Ok(0),
+                    };
+                    control.loads.queue[place].available = available;
+                    control.loads.reading += 1;
+                    core.readers.submit(Box::new(job));
+                    LoadState::Reading
+                }
+                None => LoadState::Cancelled,
+            },
+            Ok(None) => break,
+            Err(error) => LoadState::Read(Err(error.into())),
+        };
+        control.loads.queue[place].state = state;
+    }
+    drain(core, control);
+}
+
+/// Enqueues the copies of the oldest loads, as far as they were read.
+fn drain(core: &Arc<Core>, control: &mut Control) {
+    while let Some(front) = control.loads.queue.front() {
+        if matches!(front.state, LoadState::Waiting | LoadState::Reading) {
+            break;
+        }
+        let Some(load) = control.loads.queue.pop_front() else { break };
+        let LoadState::Read(result) = load.state else { continue };
+        if load.model == NONE || control.model(load.model).is_none() {
+            continue;
+        }
+        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there.
+        let own_time = core.device.now();
+        core.device.set_now(load.available);
+        let copied = result.and_then(|(mut buffer, file_bytes)| {
+            let range = load.first..load.first + load.count;
+            let fence = copy_pages(
+                control,
+                load.model,
+                range.clone(),
+                load.id,
+                Some((&buffer, range.start)),
+                load.available,
+                core.page_bytes,
+            );
+            if let Some(model) = control.model_mut(load.model) {
+                model.counts.file_bytes += file_bytes;
+            }
+            if let Some(fence) = fence? {
+                buffer.read_until(fence);
+            }
+            keep_streamed(core, control, load.model, range, buffer);
+            Ok(())
+        });
+        core.device.set_now(own_time);
+        if let Err(error) = copied {
+            fail_pages(control, load.model, load.first..load.first + load.count, load.id, &error);
+        }
+    }
+}
+
+fn page_span(core: &Core, first: u32, count: u32) -> std::ops::Range<u64> {
+    u64::from(first) * core.page_bytes..u64::from(first + count) * core.page_bytes
+}
+
+/// Notes why pages that still waited for this load have no bytes.
+fn fail_pages(control: &mut Control, id: u32, pages: std::ops::Range<u32>, load: u64, error: &PagerError) {
+    for page in pages {
+        let Some(model) = control.models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
+        let frame = model.pages[page as usize].frame;
+        if frame == NONE {
+            continue;
+        }
+        let info = control.frames.info_mut(frame);
+        if info.content == (PageKey { model: id, page }) && info.loading == load {
+            info.clear_content();
+            model.errors.insert(page, error.clone());
+        }
+    }
+}
+
+/// Copies from a cached run.
+fn copy_cached(core: &Arc<Core>, control: &mut Control, id: u32, run: u32, first: u32, count: u32) {
+    let Some(cached) = control.model_mut(id).and_then(|model| model.cache.remove(&run)) else { return };
+    let CachedRun { mut buffer, pages } = cached;
+    let now = core.device.now();
+    let copied = copy_pages(control, id, first..first + count, 0, Some((&buffer, run)), now, core.page_bytes);
+    match copied {
+        Ok(Some(fence)) => buffer.read_until(fence),
+        Ok(None) => {}
+        Err(error) => fail_pages(control, id, first..first + count, 0, &error.into()),
+    }
+    if let Some(model) = control.model_mut(id) {
+        model.cache.insert(run, CachedRun { buffer, pages });
+    }
+}
+
+/// On a device without bytes: accounts and clock only.
+fn copy_without_bytes(core: &Arc<Core>, control: &mut Control, id: u32, first: u32, count: u32) {
+    let end = first + count;
+    let mut page = first;
+    while page < end {
+        let count = core.chunk_pages.min(end - page);
+        let bytes =
+            control.model(id).map_or(0, |model| model.layout.content_bytes(page_span(core, page, count)));
+        let available = core.device.schedule_read(bytes);
+        let copied = copy_pages(control, id, page..page + count, 0, None, available, core.page_bytes);
+        if let Err(error) = copied {
+            fail_pages(control, id, page..page + count, 0, &error.into());
+        }
+        page += count;
+    }
+}
+
+/// Enqueues the copies of those of `pages` that still wait for `load`; the source holds the pages from
+/// the given one on. Answers their fence, if anything was copied.
+fn copy_pages(
+    control: &mut Control,
+    id: u32,
+    pages: std::ops::Range<u32>,
+    load: u64,
+    source: Option<(&StagingBuffer, u32)>,
+    available: ModelTime,
+    page_bytes: u64,
+) -> Result<Option<Fence>, DeviceError> {
+    let Control { frames, engine, models, scratch, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
+    let wanted = |page: u32| {
+        let frame = model.pages[page as usize].frame;
+        frame != NONE && {
+            let info = frames.info(frame);
+            info.content == (PageKey { model: id, page }) && info.loading == load && !info.fresh
+        }
+    };
+    let wanted: Vec<u32> = pages.filter(|&page| wanted(page)).collect();
+    if wanted.is_empty() {
+        return Ok(None);
+    }
+    let batch = engine.begin();
+    let mut copied = 0;
+    let enqueue = || -> Result<u64, DeviceError> {
+        let mut last: Option<&Fence> = None;
+        for &page in &wanted {
+            let info = frames.info(model.pages[page as usize].frame);
+            for fence in info.uses.iter().map(|(_, fence)| fence).chain(&info.arrive) {
+                if last.is_none_or(|last| !last.is_same(fence)) {
+                    batch.wait(fence)?;
+                    last = Some(fence);
+                }
+            }
+        }
+        let mut bytes = 0;
+        for run in wanted.chunk_by(|a, b| a + 1 == *b) {
+            let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
+            let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
+            bytes += convert::copy_run(&batch, model, scratch, addresses, source, available, page_bytes)?;
+        }
+        Ok(bytes)
+    };
+    let enqueued = enqueue();
+    // Also after an error: what was enqueued still reads the buffer and writes the frames.
+    let fence = batch.finish()?;
+    for &page in &wanted {
+        let info = frames.info_mut(model.pages[page as usize].frame);
+        if enqueued.is_ok() {
+            info.uses.clear();
+            info.loading = 0;
+            info.fresh = true;
+        }
+        info.arrive = Some(fence.clone());
+    }
+    match enqueued {
+        Ok(bytes) => copied += bytes,
+        Err(error) => {
+            fence.wait()?;
+            return Err(error);
+        }
+    }
+    model.counts.copied_bytes += copied;
+    Ok(Some(fence))
+}
+
+/// Keeps those pages of a read buffer that will be streamed again, if the budget permits.
+fn keep_streamed(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    pages: std::ops::Range<u32>,
+    buffer: StagingBuffer,
+) {
+    let limit = core.arena.figures().limit_bytes;
+    // The ring of buffers that reads go through stays free of kept pages.
+    let kept_limit = limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes);
+    let mut rest = Some(buffer);
+    let mut page = pages.start;
+    while let Some(mut buffer) = rest.take() {
+        let Some(model) = control.model(id) else { return };
+        let streamed = model.pages[page as usize].slot != NONE;
+        let mut count = 1;
+        while page + count < pages.end && (model.pages[(page + count) as usize].slot != NONE) == streamed {
+            count += 1;
+        }
+        rest = buffer.split_off(count);
+        if streamed && control.cached_bytes + buffer.len() <= kept_limit {
+            control.cached_bytes += buffer.len();
+            if let Some(model) = control.model_mut(id) {
+                model.cache.insert(page, CachedRun { buffer, pages: count });
+            }
+        }
+        page += count;
+    }
+}
+
+/// Gives kept pages of `model` back until `bytes` are free or none is left; answers the bytes.
+pub(super) fn drop_cached(control: &mut Control, id: u32, bytes: u64) -> u64 {
+    let mut freed = 0;
+    while freed < bytes {
+        let Some((_, run)) = control.model_mut(id).and_then(|model| model.cache.pop_last()) else { break };
+        freed += run.buffer.len();
+        control.cached_bytes -= run.buffer.len();
+    }
+    freed
+}
+
+/// Gives one kept run of any model back, of the least important first.
+pub(super) fn drop_one_cached(control: &mut Control) -> bool {
+    let mut models: Vec<(u64, u32)> = (0..)
+        .zip(&control.models)
+        .filter_map(|(id, model)| model.as_ref().map(|model| (model.priority, id)))
+        .collect();
+    models.sort_unstable();
+    models.into_iter().any(|(_, id)| drop_cached(control, id, 1) > 0)
+}
+
+/// Takes a staging buffer for a caller that holds no lock, waiting for copies in flight; kept pages give
+/// way if nothing else does.
+pub(super) fn take_buffer(core: &Arc<Core>, slots: u32) -> Result<StagingBuffer, PagerError> {
+    const PATIENT_WAITS: u32 = 20;
+    const WAITS: u32 = 5000;
+    let mut waits = 0_u32;
+    let buffer = core.arena.take_waiting(slots, || {
+        waits += 1;
+        if waits > PATIENT_WAITS {
+            drop_one_cached(&mut core.control.lock());
+        }
+        waits < WAITS
+    })?;
+    buffer.ok_or_else(|| PagerError::InvalidArgument {
+        what: "staging",
+        why: format!("no buffer of {slots} pages came free"),
+    })
+}
+
+/// A read of a run of pages into its buffer.
+struct PageRead {
+    core: Arc<Core>,
+    index: Arc<TensorIndex>,
+    layout: Arc<PageLayout>,
+    load: u64,
+    first: u32,
+    count: u32,
+    buffer: Option<StagingBuffer>,
+    read: Result<u64, PagerError>,
+}
+
+impl ReadJob for PageRead {
+    fn read(&mut self) {
+        let Some(buffer) = &mut self.buffer else { return };
+        let range = page_span(&self.core, self.first, self.count);
+        let base = range.start;
+        self.read = match buffer.bytes_mut() {
+            Ok(bytes) => {
+                read_extents(&self.index, self.layout.extents(range), base, bytes).map_err(PagerError::from)
+            }
+            Err(error) => Err(error.into()),
+        };
+    }
+
+    fn complete(mut self: Box<Self>, panic: Option<String>) {
+        let core = Arc::clone(&self.core);
+        let mut control = core.control.lock();
+        control.loads.reading -= 1;
+        let result = match (panic, self.buffer.take(), self.read) {
+            (None, Some(buffer), Ok(bytes)) => Ok((buffer, bytes)),
+            (None, _, Err(error)) => Err(error),
+            (panic, ..) => Err(PagerError::Reader {
+                model: self
+                    .index
+                    .files()
+                    .first()
+                    .map_or_else(String::new, |file| file.path().display().to_string()),
+                why: panic.unwrap_or_else(|| "its buffer is gone".to_owned()),
+            }),
+        };
+        if let Some(load) = control.loads.queue.iter_mut().find(|load| load.id == self.load) {
+            load.state = LoadState::Read(result);
+        }
+        pump(&core, &mut control);
+        drop(control);
+        core.changed.notify_all();
+    }
+}

@@ -1,0 +1,512 @@
+//! A model on a card: faults, pieces, rows and figures.
+//!
+//! Holds its words, layout and index by shared pointers, so that a hit touches nothing but the span's
+//! word; everything else goes through the control lock.
+
+#![deny(unsafe_code)]
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::core::Core;
+use super::counters::{HitCounts, ModelCounts};
+use super::error::PagerError;
+use super::fault;
+use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
+use super::pager::Pager;
+use super::patched::PatchedModel;
+use super::patches::PatchSet;
+use super::reclaim;
+use super::rows::{self, RowsGuard};
+use super::streams::PagerStream;
+use super::word::SpanWord;
+use crate::sync::Padded;
+use crate::units::{DeviceAddress, DeviceRange};
+use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
+
+/// A model whose weights are faulted to a card.
+///
+/// All calls take `&self` and may be made from any number of threads. Dropping it waits for the work that
+/// uses its pages.
+pub struct PagedModel {
+    pub(super) pager: Arc<Pager>,
+    pub(super) id: u32,
+    pub(super) name: String,
+    pub(super) index: Arc<TensorIndex>,
+    pub(super) layout: Arc<PageLayout>,
+    pub(super) words: Arc<[Padded<SpanWord>]>,
+    pub(super) hits: Arc<HitCounts>,
+    pub(super) base: DeviceAddress,
+}
+
+/// What a model has on the card and in staging memory now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ModelFigures {
+    /// Bytes of its tensors as they are on the card.
+    pub weights_bytes: u64,
+    /// Bytes of pages that have a frame of their own.
+    pub resident_bytes: u64,
+    /// Bytes of pages that the plan keeps on the card.
+    pub planned_bytes: u64,
+    /// The most bytes that one fault streams at once.
+    pub largest_streamed_part_bytes: u64,
+    /// Bytes of pages kept in staging memory.
+    pub page_locked_bytes: u64,
+    /// Pages of the model.
+    pub pages: u32,
+}
+
+impl PagedModel {
+    pub(super) fn core(&self) -> &Arc<Core> {
+        self.pager.core()
+    }
+
+    pub(super) fn id(&self) -> u32 {
+        self.id
+    }
+
+    pub(super) fn word(&self, span: u32) -> &SpanWord {
+        &self.words[span as usize].0
+    }
+
+    /// The card's pager.
+    pub fn pager(&self) -> &Arc<Pager> {
+        &self.pager
+    }
+
+    /// The name that messages give it: its file.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The files' index.
+    pub fn index(&self) -> &Arc<TensorIndex> {
+        &self.index
+    }
+
+    /// The layout in pages.
+    pub fn layout(&self) -> &PageLayout {
+        &self.layout
+    }
+
+    /// The unit of this name.
+    pub fn unit(&self, name: &str) -> Result<UnitId, PagerError> {
+        self.index.unit(name).ok_or_else(|| self.not_found(format!("unit `{name}`")))
+    }
+
+    /// Faults a unit: its tensors are on the device, or arriving there ahead of what the stream is given
+    /// next.
+    ///
+    /// # Errors
+    /// [`PagerError::Held`] if guards hold memory that it needs; [`PagerError::NeverFits`] if the unit is
+    /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
+    pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
+        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None)?))
+    }
+
+    /// As [`Self::fault`], by the unit's name.
+    pub fn fault_named<'m>(&'m self, unit: &str, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
+        self.fault(self.unit(unit)?, stream)
+    }
+
+    /// As [`Self::fault`], with a guard that owns its model and stream.
+    pub fn fault_owned(
+        self: &Arc<Self>,
+        unit: UnitId,
+        stream: &Arc<PagerStream>,
+    ) -> Result<OwnedGuard, PagerError> {
+        let pinned = self.pin_unit(unit, stream, None)?;
+        Ok(OwnedGuard::new(Arc::clone(self), Arc::clone(stream), pinned))
+    }
+
+    /// As [`Self::fault`], but waits until `deadline` for guards of others that hold what it needs. A
+    /// caller that holds a guard itself may wait for itself, and should use [`Self::fault`].
+    pub fn fault_when_free<'m>(
+        &'m self,
+        unit: UnitId,
+        stream: &'m PagerStream,
+        deadline: Instant,
+    ) -> Result<Guard<'m>, PagerError> {
+        self.when_free(deadline, || self.fault(unit, stream))
+    }
+
+    /// The pieces of a unit: 1 for all but those that are too large for the card.
+    pub fn pieces(&self, unit: UnitId) -> Result<u32, PagerError> {
+        let spans = self.spans(unit)?;
+        Ok(spans.end - spans.start)
+    }
+
+    /// Faults one piece of a unit: a run of rows of the first dimension of its tensors.
+    pub fn fault_piece<'m>(
+        &'m self,
+        unit: UnitId,
+        piece: u32,
+        stream: &'m PagerStream,
+    ) -> Result<Guard<'m>, PagerError> {
+        Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None)?))
+    }
+
+    /// As [`Self::fault_piece`], waiting for others as [`Self::fault_when_free`].
+    pub fn fault_piece_when_free<'m>(
+        &'m self,
+        unit: UnitId,
+        piece: u32,
+        stream: &'m PagerStream,
+        deadline: Instant,
+    ) -> Result<Guard<'m>, PagerError> {
+        self.when_free(deadline, || self.fault_piece(unit, piece, stream))
+    }
+
+    /// Brings some rows of a tensor's first dimension to the card, packed one after the other in the order
+    /// given, at an address of their own. A row may be named more than once.
+    pub fn fault_rows<'m>(
+        &'m self,
+        tensor: TensorId,
+        rows: &[u64],
+        stream: &'m PagerStream,
+    ) -> Result<RowsGuard<'m>, PagerError> {
+        self.check_stream(stream)?;
+        rows::fault_rows(self, tensor, rows, stream, None)
+    }
+
+    /// The model with patches: faults through it give patched weights.
+    pub fn patched<'m>(&'m self, set: &'m Arc<PatchSet>) -> PatchedModel<'m> {
+        PatchedModel::new(self, set)
+    }
+
+    /// The patches that what is on the card now was made with.
+    pub fn attached(&self) -> Option<Arc<PatchSet>> {
+        self.core().control.lock().model(self.id).and_then(|model| model.patches().cloned())
+    }
+
+    /// Whether every page of a unit is on the card in a frame of its own.
+    pub fn is_resident(&self, unit: UnitId) -> bool {
+        let Ok(spans) = self.spans(unit) else { return false };
+        spans.into_iter().all(|span| {
+            let view = self.word(span).view();
+            view.state() == super::word::SpanState::Ready && !view.is_streamed()
+        })
+    }
+
+    /// The device address that a unit has for the model's whole life, on a device with virtual memory.
+    pub fn unit_address(&self, unit: UnitId) -> Option<DeviceAddress> {
+        let place = self.layout.units().get(unit.index())?;
+        Some(self.base.offset(place.bytes.start))
+    }
+
+    /// Makes this the most important model of its card: the last one that gives memory up.
+    ///
+    /// `passes` is how many passes will follow, if known: with more than one it takes memory from less
+    /// important models at once, otherwise only after it has streamed through once.
+    pub fn activate(&self, passes: Option<u32>) -> Result<(), PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        control.next_priority += 1;
+        let priority = control.next_priority;
+        let highest = control.models.iter().flatten().map(|model| model.priority).max();
+        let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        let already = highest == Some(model.priority);
+        if !already {
+            model.promoted = false;
+        }
+        model.priority = priority;
+        if passes.is_some_and(|passes| passes > 1) {
+            model.promoted = true;
+        }
+        reclaim::refresh_budget(core, &mut control, true)?;
+        reclaim::replan(core, &mut control, self.id, false)
+    }
+
+    /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
+    pub fn prefetch_all(&self) -> Result<(), PagerError> {
+        let stream = self.pager.stream()?;
+        let set = self.attached();
+        for span in 0..u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX) {
+            let stays = {
+                let control = self.core().control.lock();
+                control.model(self.id).is_some_and(|model| {
+                    let pages = self.layout.spans()[span as usize].pages.clone();
+                    pages.into_iter().all(|page| model.order.rank(page) < model.plan.resident)
+                })
+            };
+            if stays {
+                let streamed =
+                    if self.pin_span(span, &stream, set.as_ref())? { Streamed::All } else { Streamed::None };
+                let unit = self.layout.spans()[span as usize].unit;
+                Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back up to `bytes` of resident pages, in whole pages, to the device; answers the bytes. Pages
+    /// that guards hold stay.
+    pub fn unload(&self, bytes: u64) -> Result<u64, PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        reclaim::unload_pages(&mut control, self.id, bytes, core.page_bytes)
+    }
+
+    /// Gives back up to `bytes` of pages kept in staging memory; answers the bytes.
+    pub fn unload_page_locked(&self, bytes: u64) -> Result<u64, PagerError> {
+        let core = self.core();
+        let freed = super::load::drop_cached(&mut core.control.lock(), self.id, bytes);
+        let held = core.arena.figures().held_bytes;
+        core.arena.trim(held.saturating_sub(freed))?;
+        Ok(freed)
+    }
+
+    /// What the model has counted so far.
+    pub fn counts(&self) -> ModelCounts {
+        let control = self.core().control.lock();
+        let mut counts = control.model(self.id).map_or_else(ModelCounts::default, |model| model.counts);
+        counts.hits += self.hits.sum();
+        counts
+    }
+
+    /// What the model holds now.
+    pub fn figures(&self) -> ModelFigures {
+        let core = self.core();
+        let control = core.control.lock();
+        let Some(model) = control.model(self.id) else { return ModelFigures::default() };
+        ModelFigures {
+            weights_bytes: self.layout.content_bytes(0..self.layout.address_bytes()),
+            resident_bytes: u64::from(model.resident) * core.page_bytes,
+            planned_bytes: u64::from(model.plan.resident) * core.page_bytes,
+            largest_streamed_part_bytes: u64::from(model.plan.largest_part) * core.page_bytes,
+            page_locked_bytes: model.cache.values().map(|run| run.buffer.len()).sum(),
+            pages: self.layout.page_count(),
+        }
+    }
+
+    /// Says, once in the model's life, that units are taken in pieces. For runners that report it.
+    pub fn say_pieces_once(&self) -> bool {
+        let mut control = self.core().control.lock();
+        control.model_mut(self.id).is_some_and(|model| !std::mem::replace(&mut model.said_pieces, true))
+    }
+
+    pub(super) fn pin_piece(
+        &self,
+        unit: UnitId,
+        piece: u32,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<Pinned, PagerError> {
+        self.check_stream(stream)?;
+        let spans = self.spans(unit)?;
+        let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
+            return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
+        };
+        let streamed = if self.pin_span(span, stream, set)? { Streamed::All } else { Streamed::None };
+        Ok(Pinned { unit, spans: span..span + 1, streamed })
+    }
+
+    pub(super) fn when_free<T>(
+        &self,
+        deadline: Instant,
+        mut fault: impl FnMut() -> Result<T, PagerError>,
+    ) -> Result<T, PagerError> {
+        let began = Instant::now();
+        loop {
+            let held = match fault() {
+                Err(error) if error.is_held() => error,
+                other => return other,
+            };
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(PagerError::Deadline {
+                    waited_ms: u64::try_from((now - began).as_millis()).unwrap_or(u64::MAX),
+                    last: Box::new(held),
+                });
+            }
+            // The release of a resident unit signals nobody, since it takes no lock: look again soon.
+            let mut control = self.core().control.lock();
+            self.core().changed.wait_for(&mut control, (deadline - now).min(Duration::from_millis(1)));
+        }
+    }
+
+    pub(super) fn pin_unit(
+        &self,
+        unit: UnitId,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<Pinned, PagerError> {
+        self.check_stream(stream)?;
+        let spans = self.spans(unit)?;
+        if spans.end - spans.start == 1 {
+            let streamed =
+                if self.pin_span(spans.start, stream, set)? { Streamed::All } else { Streamed::None };
+            return Ok(Pinned { unit, spans, streamed });
+        }
+        if self.pin_all_if_resident(&spans, set) {
+            self.hits.add(stream.slot());
+            return Ok(Pinned { unit, spans, streamed: Streamed::None });
+        }
+        self.fault_whole(unit)?;
+        let mut streamed = Vec::with_capacity(spans.len());
+        for span in spans.clone() {
+            match self.pin_span(span, stream, set) {
+                Ok(slow) => streamed.push(slow),
+                Err(error) => {
+                    let done = Pinned { unit, spans: spans.start..span, streamed: Streamed::Some(streamed) };
+                    done.release(self, stream);
+                    return Err(error);
+                }
+            }
+        }
+        let streamed =
+            if streamed.iter().any(|slow| *slow) { Streamed::Some(streamed) } else { Streamed::None };
+        Ok(Pinned { unit, spans, streamed })
+    }
+
+    /// The hit of a unit of several spans: all or none.
+    fn pin_all_if_resident(&self, spans: &std::ops::Range<u32>, set: Option<&Arc<PatchSet>>) -> bool {
+        for span in spans.clone() {
+            if !self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
+                for pinned in spans.start..span {
+                    self.word(pinned).unpin();
+                }
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Pins a span; answers whether its release goes the slow way.
+    fn pin_span(
+        &self,
+        span: u32,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<bool, PagerError> {
+        if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
+            self.hits.add(stream.slot());
+            return Ok(false);
+        }
+        fault::fault_span(self, span, stream, set)
+    }
+
+    /// A unit of several spans is faulted whole: from now on the ring is made for it.
+    fn fault_whole(&self, unit: UnitId) -> Result<(), PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        let budget = control.budget;
+        let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        if model.whole_units.contains(&unit.0) {
+            return Ok(());
+        }
+        let bytes = self.layout.units()[unit.index()].bytes.clone();
+        let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
+        if pages > u64::from(budget) {
+            return Err(PagerError::NeverFits {
+                model: self.name.clone(),
+                what: format!(
+                    "unit {} as a whole ({} pieces of it would fit, see fault_piece)",
+                    self.index.unit_info(unit).name,
+                    self.layout.units()[unit.index()].spans.len()
+                ),
+                device: core.device.info().name.clone(),
+                need: pages * core.page_bytes,
+                limit: u64::from(budget) * core.page_bytes,
+                holders: control.holders(core, self.id),
+            });
+        }
+        model.whole_units.insert(unit.0);
+        model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
+        reclaim::replan(core, &mut control, self.id, true)
+    }
+
+    pub(super) fn check_stream(&self, stream: &PagerStream) -> Result<(), PagerError> {
+        if Arc::ptr_eq(&stream.core, self.core()) {
+            return Ok(());
+        }
+        Err(PagerError::OtherDevice {
+            stream: stream.core.device.info().name.clone(),
+            model: self.core().device.info().name.clone(),
+        })
+    }
+
+    fn spans(&self, unit: UnitId) -> Result<std::ops::Range<u32>, PagerError> {
+        let place = self.layout.units().get(unit.index());
+        place.map(|unit| unit.spans.clone()).ok_or_else(|| self.not_found(format!("unit number {}", unit.0)))
+    }
+
+    pub(super) fn not_found(&self, what: String) -> PagerError {
+        PagerError::NotFound { model: self.name.clone(), what }
+    }
+
+    pub(super) fn views(&self, pinned: &Pinned) -> Vec<TensorView<'_>> {
+        let unit = self.index.unit_info(pinned.unit);
+        unit.tensors.iter().filter_map(|&tensor| self.view_of(pinned, tensor)).collect()
+    }
+
+    pub(super) fn view(&self, pinned: &Pinned, name: &str) -> Option<TensorView<'_>> {
+        let unit = self.index.unit_info(pinned.unit);
+        let tensor = unit.tensors.iter().copied().find(|&tensor| {
+            let whole = &self.index.tensor_info(tensor).name;
+            whole == name
+                || whole
+                    .strip_prefix(&unit.name)
+                    .and_then(|rest| rest.strip_prefix('.'))
+                    .is_some_and(|rest| rest == name)
+        })?;
+        self.view_of(pinned, tensor)
+    }
+
+    /// The rows of a tensor that lie in the pinned spans; `None` if none do.
+    fn view_of(&self, pinned: &Pinned, tensor: TensorId) -> Option<TensorView<'_>> {
+        let info = self.index.tensor_info(tensor);
+        let place = self.layout.tensor_at(tensor);
+        let whole = self.layout.units()[pinned.unit.index()].spans == pinned.spans;
+        let (at, bytes, rows) = if whole {
+            (place.at, place.bytes, 0..info.shape.first().copied().unwrap_or(1))
+        } else {
+            let spans = &self.layout.spans()[pinned.spans.start as usize..pinned.spans.end as usize];
+            let mut found: Option<(u64, u64, std::ops::Range<u64>)> = None;
+            for span in spans {
+                let parts = &self.layout.parts()[span.parts.start as usize..span.parts.end as usize];
+                for part in parts.iter().filter(|part| part.tensor == tensor) {
+                    found = Some(match found {
+                        None => (part.at, part.bytes, part.rows.clone()),
+                        Some((at, bytes, rows)) => (at, bytes + part.bytes, rows.start..part.rows.end),
+                    });
+                }
+            }
+            found?
+        };
+        let mut shape = info.shape.clone();
+        if let Some(first) = shape.first_mut() {
+            *first = rows.end - rows.start;
+        }
+        Some(TensorView {
+            name: &info.name,
+            address: self.base.offset(at),
+            bytes,
+            dtype: place.dtype,
+            shape,
+            rows,
+        })
+    }
+
+    /// The range that the model reserved.
+    pub fn address_range(&self) -> DeviceRange {
+        DeviceRange::new(self.base, u64::from(self.layout.page_count()) * self.core().page_bytes)
+    }
+}
+
+impl fmt::Debug for PagedModel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PagedModel").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Drop for PagedModel {
+    fn drop(&mut self) {
+        let core = self.core();
+        let mut control = core.control.lock();
+        if let Err(error) = reclaim::close_model(&mut control, self.id) {
+            core.device.defer(error);
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! The order of a pass: which pages a pass touches when, which of them stay first, and how the order is
+//! learned from the faults.
+//!
+//! Pure: values in, values out. Spans are named by their number in the layout, pages by theirs.
+
+#![deny(unsafe_code)]
+
+use std::ops::Range;
+
+/// The pages of a pass in order of first use, and the order in which pages are worth keeping.
+///
+/// 16 bytes a page and 8 a span.
+#[derive(Debug)]
+pub(crate) struct PassOrder {
+    /// Spans in the order that a pass faults them.
+    spans: Vec<u32>,
+    /// A span's place in `spans`.
+    span_position: Vec<u32>,
+    /// Pages in order of first use.
+    pages: Vec<u32>,
+    /// Pages in the order in which they are kept: the first ones stay resident longest.
+    keep: Vec<u32>,
+    /// A page's place in `keep`.
+    rank: Vec<u32>,
+}
+
+impl PassOrder {
+    /// Lays out the order for `spans`, each named once; `pages_of` gives a span's pages.
+    ///
+    /// Pages that several spans touch are kept first, since streaming one drags all of its spans along.
+    /// Within each kind a page's rank is the van der Corput number of its place in the pass, so that any
+    /// prefix of the order is spread evenly over the pass, and prefixes nest.
+    pub(crate) fn new(spans: Vec<u32>, page_count: u32, pages_of: impl Fn(u32) -> Range<u32>) -> Self {
+        let mut span_position = vec![0; spans.len()];
+        let mut touched = vec![0_u8; page_count as usize];
+        let mut pages = Vec::with_capacity(page_count as usize);
+        for (position, &span) in (0..).zip(&spans) {
+            if let Some(place) = span_position.get_mut(span as usize) {
+                *place = position;
+            }
+            for page in pages_of(span) {
+                let count = &mut touched[page as usize];
+                if *count == 0 {
+                    pages.push(page);
+                }
+                *count = count.saturating_add(1);
+            }
+        }
+        let bits = usize::BITS - pages.len().leading_zeros();
+        let mut keyed: Vec<(bool, u64, u32)> = (0_u64..)
+            .zip(&pages)
+            .map(|(place, &page)| (touched[page as usize] < 2, van_der_corput(place, bits), page))
+            .collect();
+        keyed.sort_unstable();
+        let keep: Vec<u32> = keyed.into_iter().map(|(_, _, page)| page).collect();
+        let mut rank = vec![u32::MAX; page_count as usize];
+        for (place, &page) in (0..).zip(&keep) {
+            rank[page as usize] = place;
+        }
+        Self { spans, span_position, pages, keep, rank }
+    }
+
+    /// Spans in pass order.
+    pub(crate) fn spans(&self) -> &[u32] {
+        &self.spans
+    }
+
+    /// A span's place in the pass.
+    pub(crate) fn position(&self, span: u32) -> u32 {
+        self.span_position.get(span as usize).copied().unwrap_or(0)
+    }
+
+    /// Pages in order of first use.
+    pub(crate) fn pages(&self) -> &[u32] {
+        &self.pages
+    }
+
+    /// Pages in the order in which they are kept.
+    pub(crate) fn keep(&self) -> &[u32] {
+        &self.keep
+    }
+
+    /// A page's place in [`Self::keep`]; `u32::MAX` for a page that no span touches.
+    pub(crate) fn rank(&self, page: u32) -> u32 {
+        self.rank[page as usize]
+    }
+}
+
+/// The van der Corput number of `place` in base 2, as an integer of `bits` bits: its bits reversed.
+fn van_der_corput(place: u64, bits: u32) -> u64 {
+    if bits == 0 { 0 } else { place.reverse_bits() >> (64 - bits) }
+}
+
+/// Watches faults and says when a pass ends and whether its order is another one.
+#[derive(Debug)]
+pub(crate) struct OrderLearner {
+    /// The pass number in which a span was last seen, by span; zero for never.
+    seen: Vec<u32>,
+    pass: u32,
+    recorded: Vec<u32>,
+    /// The pass before, if it went in another order than the known one.
+    candidate: Vec<u32>,
+}
+
+/// What a fault told the learner.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Learned {
+    /// The pass goes on.
+    Nothing,
+    /// A new pass begins, in the order known.
+    PassEnded,
+    /// A new pass begins, and the last one went in another order: this one.
+    NewOrder(Vec<u32>),
+}
+
+/// How far a span may stray from its place before the order counts as another one: several threads that
+/// take units from one counter swap neighbours.
+const STRAY: u32 = 16;
+
+impl OrderLearner {
+    pub(crate) fn new(spans: usize) -> Self {
+        Self { seen: vec![0; spans], pass: 1, recorded: Vec::with_capacity(spans), candidate: Vec::new() }
+    }
+
+    /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in
+    /// order among itself.
+    pub(crate) fn note(&mut self, span: u32, known: &PassOrder) -> Learned {
+        let Some(seen) = self.seen.get_mut(span as usize) else { return Learned::Nothing };
+        if *seen != self.pass {
+            *seen = self.pass;
+            self.recorded.push(span);
+            return Learned::Nothing;
+        }
+        let first = self.pass == 1;
+        self.pass = self.pass.wrapping_add(1).max(2);
+        *seen = self.pass;
+        let mut recorded = std::mem::take(&mut self.recorded);
+        let learned = match reordered(known, &recorded) {
+            // The first pass is believed at once. Later ones only if two in a row agree: threads that share
+            // a model take its units in a slightly different order each time.
+            Some(order) if first || agree(&self.candidate, &recorded) => Learned::NewOrder(order),
+            Some(_) => {
+                std::mem::swap(&mut self.candidate, &mut recorded);
+                Learned::PassEnded
+            }
+            None => Learned::PassEnded,
+        };
+        recorded.clear();
+        recorded.push(span);
+        self.recorded = recorded;
+        learned
+    }
+}
+
+/// Whether two passes went in one order; what only one of them saw does not count.
+fn agree(one: &[u32], other: &[u32]) -> bool {
+    if one.is_empty() {
+        return false;
+    }
+    let places: std::collections::HashMap<u32, usize> =
+        one.iter().enumerate().map(|(place, &span)| (span, place)).collect();
+    let mut last = None;
+    other.iter().filter_map(|span| places.get(span)).all(|&place| {
+        let ascending = last.is_none_or(|last| place > last);
+        last = Some(place);
+        ascending
+    })
+}
+
+/// The known order with the recorded spans put in the order seen, in the places that they held among
+/// themselves; `None` if they were in order already, give or take a few places.
+fn reordered(known: &PassOrder, recorded: &[u32]) -> Option<Vec<u32>> {
+    let mut highest = 0;
+    let strayed = recorded.iter().any(|&span| {
+        let position = known.position(span);
+        highest = highest.max(position);
+        highest - position > STRAY
+    });
+    // With few spans any swap matters and is cheap to follow.
+    let small = recorded.len() <= STRAY as usize
+        && recorded.windows(2).any(|pair| known.position(pair[0]) > known.position(pair[1]));
+    if !strayed && !small {
+        return None;
+    }
+    let mut places: Vec<u32> = recorded.iter().map(|&span| known.position(span)).collect();
+    places.sort_unstable();
+    let mut order = known.spans().to_vec();
+    for (&place, &span) in places.iter().zip(recorded) {
+        order[place as usize] = span;
+    }
+    Some(order)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(spans: Vec<u32>) -> PassOrder {
+        let count = u32::try_from(spans.len()).unwrap();
+        PassOrder::new(spans, count * 2, |span| span * 2..span * 2 + 2)
+    }
+
+    #[test]
+    fn any_prefix_of_the_keep_order_is_spread_over_the_pass() {
+        let order = PassOrder::new((0..100).collect(), 1000, |span| span * 10..span * 10 + 10);
+        for budget in [10, 100, 250, 500, 900] {
+            let mut kept: Vec<u32> = order.keep()[..budget].to_vec();
+            kept.sort_unstable();
+            #[expect(clippy::cast_precision_loss)]
+            for (place, page) in kept.iter().enumerate() {
+                let even = place as f64 * 1000.0 / budget as f64;
+                let off = (f64::from(*page) - even).abs() * budget as f64 / 1000.0;
+                assert!(off < 5.0, "page {page} of {budget} is {off} places from even");
+            }
+        }
+    }
+
+    #[test]
+    fn pages_of_several_spans_are_kept_first() {
+        let order = PassOrder::new(vec![0, 1, 2], 5, |span| [0..2, 1..4, 4..5][span as usize].clone());
+        assert_eq!(order.keep()[0], 1);
+        assert_eq!(order.rank(1), 0);
+        assert_eq!(order.pages(), [0, 1, 2, 3, 4]);
+    }
+
+    #[test]
+    fn a_pass_ends_when_a_span_comes_again() {
+        let known = order((0..4).collect());
+        let mut learner = OrderLearner::new(4);
+        for span in 0..4 {
+            assert_eq!(learner.note(span, &known), Learned::Nothing);
+        }
+        assert_eq!(learner.note(0, &known), Learned::PassEnded);
+        assert_eq!(learner.note(2, &known), Learned::Nothing);
+        assert_eq!(learner.note(2, &known), Learned::PassEnded);
+    }
+
+    #[test]
+    fn another_order_is_learned_in_one_pass() {
+        let known = order((0..4).collect());
+        let mut learner = OrderLearner::new(4);
+        for span in [3, 1, 0, 2] {
+            learner.note(span, &known);
+        }
+        assert_eq!(learner.note(3, &known), Learned::NewOrder(vec![3, 1, 0, 2]));
+    }
+
+    #[test]
+    fn a_later_order_is_believed_when_it_comes_twice() {
+        let mut known = order((0..4).collect());
+        let mut learner = OrderLearner::new(4);
+        let mut pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
+            spans
+                .map(|span| learner.note(span, known))
+                .into_iter()
+                .find(|learned| *learned != Learned::Nothing)
+        };
+        assert_eq!(pass(&mut learner, &known, [0, 1, 2, 3]), None);
+        assert_eq!(pass(&mut learner, &known, [3, 1, 0, 2]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+        let learned = pass(&mut learner, &known, [3, 0, 1, 2]);
+        assert_eq!(learned, Some(Learned::NewOrder(vec![3, 0, 1, 2])));
+        known = order(vec![3, 0, 1, 2]);
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+    }
+
+    #[test]
+    fn spans_that_were_not_seen_keep_their_places() {
+        let known = order((0..5).collect());
+        let mut learner = OrderLearner::new(5);
+        for span in [4, 0] {
+            learner.note(span, &known);
+        }
+        assert_eq!(learner.note(4, &known), Learned::NewOrder(vec![4, 1, 2, 3, 0]));
+    }
+
+    #[test]
+    fn threads_that_swap_neighbours_are_no_new_order() {
+        let known = order((0..100).collect());
+        let mut learner = OrderLearner::new(100);
+        for pair in 0..50 {
+            learner.note(pair * 2 + 1, &known);
+            learner.note(pair * 2, &known);
+        }
+        assert_eq!(learner.note(1, &known), Learned::PassEnded);
+    }
+}

@@ -1,0 +1,332 @@
+//! The pager of one card: its threads, its knobs, and the models that are opened on it.
+
+#![deny(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::core::{Control, Core, ModelState, Page};
+use super::counters::{HitCounts, ModelCounts};
+use super::error::PagerError;
+use super::frames::Frames;
+use super::load::Loads;
+use super::model::PagedModel;
+use super::options::{ModelOptions, PagerOptions};
+use super::order::{OrderLearner, PassOrder};
+use super::plan::Plan;
+use super::reclaim;
+use super::streams::{PagerStream, StreamTable};
+use super::word::SpanWord;
+use crate::device::{AddressRange, DeviceError, PoolAllocation, SharedDevice, Stream, StreamPriority};
+use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
+use crate::sync::Padded;
+use crate::transfer::{CopyEngine, ReaderPool};
+use crate::units::MIB;
+use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
+
+/// The default headroom: the smaller of this and 1/32 of the card.
+const DEFAULT_HEADROOM: u64 = 400 * MIB;
+
+/// The pager of one card. Models are opened on it; they share its frames, its ring and its staging
+/// memory.
+pub struct Pager {
+    core: Arc<Core>,
+    /// Dropped, and so joined, after everything that could still submit to it.
+    _readers: ReaderPool,
+}
+
+/// What the pager holds of its card and of the host.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct PagerFigures {
+    /// The page size in bytes.
+    pub page_bytes: u64,
+    /// Bytes of pages with a frame of their own, all models together.
+    pub resident_bytes: u64,
+    /// Bytes of the ring's frames.
+    pub ring_bytes: u64,
+    /// Bytes of frames without a page.
+    pub idle_bytes: u64,
+    /// The most bytes of frames and activation pool that there were at once.
+    pub peak_bytes: u64,
+    /// Bytes that frames and ring may take, at the last look.
+    pub budget_bytes: u64,
+    /// Bytes left free, device wide.
+    pub headroom_bytes: u64,
+    /// Staging memory.
+    pub staging: ArenaFigures,
+}
+
+impl Pager {
+    /// Opens the pager of a card.
+    ///
+    /// # Errors
+    /// A page size that the device cannot have, no thread, no stream.
+    pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
+        let info = device.info();
+        let page_bytes = options.page_bytes.unwrap_or(info.granularity);
+        if page_bytes == 0 || page_bytes % info.granularity != 0 {
+            return Err(PagerError::InvalidArgument {
+                what: "page size",
+                why: format!(
+                    "{page_bytes} bytes are no multiple of the granularity of {}, {} bytes",
+                    info.name, info.granularity
+                ),
+            });
+        }
+        if !info.virtual_memory {
+            return Err(PagerError::Device(DeviceError::Unsupported {
+                device: info.name.clone(),
+                what: "map memory".to_owned(),
+                advice: "use a device with virtual memory calls".to_owned(),
+            }));
+        }
+        let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
+        let limit =
+            options.page_locked_bytes.unwrap_or_else(|| budget::page_locked_limit(budget::host_memory()));
+        let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
+        let arena = Arena::new(
+            device,
+            &ArenaOptions { slot_bytes: page_bytes, run_slots: chunk_pages, limit_bytes: limit },
+        );
+        let readers = ReaderPool::new(options.readers)
+            .map_err(|error| PagerError::Reader { model: info.name.clone(), why: error.to_string() })?;
+        let control = Control {
+            frames: Frames::new(device, page_bytes),
+            engine: CopyEngine::new(device, options.copy_streams)?,
+            streams: StreamTable::new(),
+            models: Vec::new(),
+            loads: Loads::new(),
+            budget: 0,
+            budget_read_at: None,
+            next_priority: 0,
+            page_loads: 0,
+            ring_hand: 0,
+            cached_bytes: 0,
+            scratch: Vec::new(),
+        };
+        let core = Core {
+            device: Arc::clone(device),
+            options,
+            page_bytes,
+            chunk_pages,
+            arena,
+            readers: readers.queue(),
+            headroom: AtomicU64::new(headroom),
+            control: Mutex::new(control),
+            changed: Condvar::new(),
+        };
+        Ok(Arc::new(Self { core: Arc::new(core), _readers: readers }))
+    }
+
+    pub(super) fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// The card.
+    pub fn device(&self) -> &SharedDevice {
+        &self.core.device
+    }
+
+    /// A new stream of the card, registered.
+    pub fn stream(&self) -> Result<PagerStream, PagerError> {
+        self.register(Arc::new(Stream::new(&self.core.device, StreamPriority::Normal)?))
+    }
+
+    /// Registers a stream that exists, so that units may be faulted on it.
+    pub fn register(&self, stream: Arc<Stream>) -> Result<PagerStream, PagerError> {
+        PagerStream::register(&self.core, stream)
+    }
+
+    /// Opens a model: reserves its addresses, which costs no memory, and plans. Nothing is read yet.
+    pub fn open_model(
+        self: &Arc<Self>,
+        index: Arc<TensorIndex>,
+        options: &ModelOptions,
+    ) -> Result<Arc<PagedModel>, PagerError> {
+        let core = &self.core;
+        let total = core.device.info().total_bytes.saturating_sub(core.headroom());
+        let piece_bytes = options.piece_bytes.unwrap_or(total / 16).max(core.page_bytes);
+        let layout = Arc::new(PageLayout::new(
+            &index,
+            &LayoutOptions { page_bytes: core.page_bytes, piece_bytes, compute: options.compute },
+        )?);
+        let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
+        let pages = layout.page_count();
+        let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
+        let hits = Arc::new(HitCounts::new());
+        let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
+        let base = range.range().start;
+        let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
+        let order =
+            PassOrder::new((0..spans).collect(), pages, |span| layout.spans()[span as usize].pages.clone());
+        let whole_units = HashSet::new();
+        let groups = ModelState::make_groups(&layout, &whole_units);
+        let casts = (0..index.tensors().len()).any(|tensor| {
+            let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
+            let (from, to) = (index.tensor_info(tensor).dtype, layout.tensor_at(tensor).dtype);
+            from != to && from.byte_size() < to.byte_size()
+        });
+        if casts {
+            self.ensure_scratch()?;
+        }
+        let mut control = core.control.lock();
+        control.next_priority += 1;
+        let state = ModelState {
+            name: name.clone(),
+            index: Arc::clone(&index),
+            layout: Arc::clone(&layout),
+            words: Arc::clone(&words),
+            range,
+            pages: vec![Page::ABSENT; pages as usize],
+            order,
+            learner: OrderLearner::new(spans as usize),
+            groups,
+            whole_units,
+            plan: Plan::default(),
+            planned_frames: u32::MAX,
+            sequence: Vec::new(),
+            dealt_ring: u32::MAX,
+            edits: 0,
+            cursor: 0,
+            priority: control.next_priority,
+            promoted: false,
+            resident: 0,
+            resident_end: 0,
+            cache: BTreeMap::new(),
+            errors: HashMap::new(),
+            counts: ModelCounts::default(),
+            said_pieces: false,
+            attached: None,
+            stale: HashSet::new(),
+        };
+        let id = match control.models.iter().position(Option::is_none) {
+            Some(place) => {
+                control.models[place] = Some(Box::new(state));
+                place
+            }
+            None => {
+                control.models.push(Some(Box::new(state)));
+                control.models.len() - 1
+            }
+        };
+        let id = u32::try_from(id).unwrap_or(u32::MAX);
+        let planned = reclaim::refresh_budget(core, &mut control, true)
+            .and_then(|()| reclaim::replan(core, &mut control, id, true));
+        drop(control);
+        // From here on the model's drop takes everything back.
+        let model =
+            Arc::new(PagedModel { pager: Arc::clone(self), id, name, index, layout, words, hits, base });
+        planned?;
+        Ok(model)
+    }
+
+    /// Makes sure that every copy stream has memory where what is cast on the card lands: one chunk.
+    fn ensure_scratch(&self) -> Result<(), PagerError> {
+        let core = &self.core;
+        loop {
+            let stream = {
+                let control = core.control.lock();
+                if control.scratch.len() >= control.engine.streams() {
+                    return Ok(());
+                }
+                Arc::clone(control.engine.stream(control.scratch.len()))
+            };
+            let scratch = allocate_on(core, &stream, u64::from(core.chunk_pages) * core.page_bytes)?;
+            core.control.lock().scratch.push(scratch);
+        }
+    }
+
+    /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
+    /// is tried once more.
+    pub fn allocate(&self, stream: &PagerStream, bytes: u64) -> Result<PoolAllocation, PagerError> {
+        allocate_on(&self.core, stream.stream(), bytes)
+    }
+
+    /// Sets the bytes left free, device wide. Takes effect at once.
+    pub fn set_headroom(&self, bytes: u64) -> Result<(), PagerError> {
+        self.core.headroom.store(bytes, Ordering::Relaxed);
+        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true)
+    }
+
+    /// Looks at the card's memory now and gives back what is over the budget.
+    pub fn refresh(&self) -> Result<(), PagerError> {
+        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true)
+    }
+
+    /// Hands frames without a page back to the driver; answers the bytes.
+    pub fn release_idle(&self) -> Result<u64, PagerError> {
+        let mut control = self.core.control.lock();
+        let released = control.frames.release_idle(u32::MAX)?;
+        Ok(u64::from(released) * self.core.page_bytes)
+    }
+
+    /// Bytes that could be reclaimed from the models on the card other than `except`, without waiting for
+    /// guards.
+    pub fn reclaimable_bytes(&self, except: Option<&PagedModel>) -> u64 {
+        let control = self.core.control.lock();
+        let own = except.and_then(|model| control.model(model.id)).map_or(0, |model| model.resident);
+        u64::from(control.resident_pages() - own + control.frames.idle()) * self.core.page_bytes
+    }
+
+    /// Sets the bytes of host memory that may be page-locked.
+    pub fn set_page_locked_limit(&self, bytes: u64) {
+        self.core.arena.set_limit(bytes);
+    }
+
+    /// What the pager holds.
+    pub fn figures(&self) -> PagerFigures {
+        let control = self.core.control.lock();
+        let page = self.core.page_bytes;
+        PagerFigures {
+            page_bytes: page,
+            resident_bytes: u64::from(control.resident_pages()) * page,
+            ring_bytes: u64::from(control.frames.ring_frames()) * page,
+            idle_bytes: u64::from(control.frames.idle()) * page,
+            peak_bytes: control.frames.peak_bytes(),
+            budget_bytes: u64::from(control.budget) * page,
+            headroom_bytes: self.core.headroom(),
+            staging: self.core.arena.figures(),
+        }
+    }
+}
+
+/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried once
+/// more. The caller holds no lock.
+pub(super) fn allocate_on(
+    core: &Arc<Core>,
+    stream: &Arc<Stream>,
+    bytes: u64,
+) -> Result<PoolAllocation, PagerError> {
+    match PoolAllocation::new(stream, bytes) {
+        Err(error) if error.is_out_of_memory() => {
+            {
+                let mut control = core.control.lock();
+                // The pool grows in whole pages, and may need one more than the bytes say.
+                reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
+                control.budget_read_at = None;
+            }
+            let allocation = PoolAllocation::new(stream, bytes)?;
+            reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
+            Ok(allocation)
+        }
+        Ok(allocation) => {
+            // The pool may have grown into what the pager meant to use.
+            let mut control = core.control.lock();
+            control.budget_read_at = None;
+            control.frames.note_pool(core.device.pool_figures()?.reserved);
+            drop(control);
+            Ok(allocation)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl fmt::Debug for Pager {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pager").field("figures", &self.figures()).finish_non_exhaustive()
+    }
+}

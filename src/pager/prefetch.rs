@@ -1,0 +1,106 @@
+//! Prefetch: filling ring frames ahead of the faults, in pass order.
+//!
+//! It runs where ring space comes free: at the release of a streamed span, on the runner's thread. It
+//! only ever writes frames whose bytes the pass is through with, so that a wrong guess costs time and at
+//! most one ring of bytes, never correctness.
+
+#![deny(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::claim;
+use super::core::{Control, Core};
+use super::frames::NONE;
+use super::load;
+
+/// Pages present already that one call may skip.
+const SKIPS: u32 = 64;
+
+/// A fault had to load `pages` itself: prefetch goes on behind the last of them.
+pub(super) fn demanded(control: &mut Control, id: u32, pages: &[u32]) {
+    let Some(model) = control.model_mut(id) else { return };
+    let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
+    let last = pages.iter().rev().map(|&page| model.pages[page as usize].place).find(|&place| place != NONE);
+    if let Some(last) = last {
+        model.cursor = if last + 1 >= streamed { 0 } else { last + 1 };
+    }
+}
+
+/// Asks for the next streamed pages, as far as ring frames are free and depth permits.
+pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
+    let mut run: Option<(u32, u32)> = None;
+    let mut skipped = 0;
+    loop {
+        let Some(model) = control.model(id) else { return };
+        let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
+        if streamed == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
+            break;
+        }
+        let cursor = model.cursor;
+        let Some(&page) = model.sequence.get(cursor as usize) else { break };
+        let next = if cursor + 1 >= streamed { 0 } else { cursor + 1 };
+        if control.is_present(id, page) {
+            skipped += 1;
+            if skipped > SKIPS.min(streamed) {
+                break;
+            }
+            if let Some(model) = control.model_mut(id) {
+                model.cursor = next;
+            }
+            continue;
+        }
+        if !claim_ahead(core, control, id, page) {
+            break;
+        }
+        if let Some(model) = control.model_mut(id) {
+            model.cursor = next;
+        }
+        run = match run {
+            Some((first, count)) if first + count == page && count < core.chunk_pages => {
+                Some((first, count + 1))
+            }
+            Some((first, count)) => {
+                load::submit(core, control, id, first, count);
+                Some((page, 1))
+            }
+            None => Some((page, 1)),
+        };
+    }
+    if let Some((first, count)) = run {
+        load::submit(core, control, id, first, count);
+    }
+}
+
+/// Takes the frame of a page's slot for it, if the pass is through with what lies there.
+fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
+    let Some(model) = control.model(id) else { return false };
+    let entry = model.pages[page as usize];
+    let Some(&frame) = control.frames.ring.get(entry.slot as usize) else { return false };
+    if frame == NONE || entry.frame != frame && entry.frame != NONE {
+        // A change of plan is carried out by the fault itself, not ahead of it.
+        return false;
+    }
+    let info = control.frames.info(frame);
+    let lap = 2 * u64::try_from(control.frames.ring.len()).unwrap_or(u64::MAX);
+    let old = control.page_loads - info.loaded_at > lap;
+    if !(info.consumed || info.content.is_none() || old) || info.loading != 0 {
+        return false;
+    }
+    // The spans of the page itself must not be under way: their fault claims for itself.
+    let busy = model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
+    if busy || !claim::take(control, frame) {
+        return false;
+    }
+    let mut mapped = Vec::new();
+    if claim::remap(control, id, page, frame, &mut mapped).is_err()
+        || claim::set_access(control, id, &mapped).is_err()
+    {
+        for page in mapped {
+            let _ = claim::unmap(control, id, page);
+        }
+        return false;
+    }
+    let _ = core;
+    claim::occupy(control, id, page);
+    true
+}

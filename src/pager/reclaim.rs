@@ -1,0 +1,417 @@
+//! Budget, plans and reclaim: how many frames there may be, who has them, and taking them back.
+//!
+//! The budget is what the card has left for the pager: free memory, device wide, plus the frames that
+//! the pager has, less the headroom. Frames are taken back from the least important model first, the
+//! pages least worth keeping first. All under the control lock; a reclaim waits for the fences of the
+//! work that used the pages it takes, never for a guard.
+
+#![deny(unsafe_code)]
+
+use std::time::Duration;
+
+use super::claim::unmap;
+use super::core::{Control, Core};
+use super::error::PagerError;
+use super::frames::{NONE, PageKey, Role};
+use super::plan::plan;
+use super::ring;
+use crate::device::DeviceError;
+
+/// How old a look at the device's memory may be while faults go on.
+const BUDGET_AGE: Duration = Duration::from_millis(2);
+
+/// Whose frames may be taken for a fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum TakeFrom {
+    /// Only free ones.
+    Nobody,
+    /// Models of lower priority.
+    Lower,
+    /// Any model, the asking one last.
+    Anyone,
+}
+
+/// Looks at the device's memory, if the last look is old or `force` says so, and gives back what is over
+/// the budget.
+pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<(), PagerError> {
+    let now = core.device.now();
+    if !force && control.budget_read_at.is_some_and(|read| now.since(read) < BUDGET_AGE) {
+        return Ok(());
+    }
+    let figures = core.device.memory()?;
+    control.budget_read_at = Some(now);
+    control.frames.note_pool(core.device.pool_figures()?.reserved);
+    let ours = u64::from(control.frames.count()) * core.page_bytes;
+    let bytes = (figures.free + ours).saturating_sub(core.headroom());
+    control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);
+    let over = control.frames.count().saturating_sub(control.budget);
+    if over > 0 {
+        give_back(core, control, over)?;
+    }
+    Ok(())
+}
+
+/// Hands `count` frames back to the device: idle ones, then resident pages of the least important model,
+/// then the ring's. Answers how many it could.
+pub(super) fn give_back(core: &Core, control: &mut Control, count: u32) -> Result<u32, PagerError> {
+    let mut released = control.frames.release_idle(count)?;
+    while released < count {
+        if evict_one(control, None)?.is_none() {
+            break;
+        }
+        released += control.frames.release_idle(1)?;
+    }
+    if released < count {
+        let keep = control.frames.ring_frames().saturating_sub(count - released);
+        shrink_ring(control, keep)?;
+        released += control.frames.release_idle(count - released)?;
+    }
+    if released < count {
+        tracing::debug!(
+            asked = count,
+            released,
+            held = control.held_names().len(),
+            "{}: guards hold the rest",
+            core.device.info().name
+        );
+    }
+    Ok(released)
+}
+
+/// A frame for a page of model `id`.
+pub(super) fn obtain(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    role: Role,
+    from: TakeFrom,
+) -> Result<Option<u32>, PagerError> {
+    // Ring slots that are planned but not filled yet keep their room.
+    let unfilled =
+        u32::try_from(control.frames.ring.len()).unwrap_or(u32::MAX) - control.frames.ring_frames();
+    let reserve = if role == Role::Ring { 0 } else { unfilled };
+    if control.frames.idle() > reserve.saturating_sub(control.budget.saturating_sub(control.frames.count()))
+        && let Some(frame) = control.frames.take_idle(role)
+    {
+        return Ok(Some(frame));
+    }
+    if control.frames.count() + reserve < control.budget {
+        match control.frames.create(role) {
+            Ok(frame) => return Ok(Some(frame)),
+            Err(error) if error.is_out_of_memory() => {
+                // Somebody took memory since the last look: the budget was wrong.
+                refresh_budget(core, control, true)?;
+                control.budget = control.budget.min(control.frames.count());
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let below = match from {
+        TakeFrom::Nobody => return Ok(None),
+        TakeFrom::Lower => control.model(id).map(|model| model.priority),
+        TakeFrom::Anyone => None,
+    };
+    if evict_one(control, below)?.is_some() {
+        return Ok(control.frames.take_idle(role));
+    }
+    Ok(None)
+}
+
+/// Takes one resident page from the least important model (of a priority below `below`), the page least
+/// worth keeping that no guard holds. Its frame is idle then.
+fn evict_one(control: &mut Control, below: Option<u64>) -> Result<Option<PageKey>, PagerError> {
+    let mut after = None;
+    loop {
+        // The least important model with resident pages that was not tried yet.
+        let next = (0_u32..)
+            .zip(&control.models)
+            .filter_map(|(id, model)| model.as_ref().map(|model| (model.priority, id, model.resident)))
+            .filter(|&(priority, _, resident)| {
+                resident > 0
+                    && below.is_none_or(|below| priority < below)
+                    && after.is_none_or(|after| priority > after)
+            })
+            .min();
+        let Some((priority, id, _)) = next else { return Ok(None) };
+        if let Some(page) = evict_from(control, id)? {
+            return Ok(Some(PageKey { model: id, page }));
+        }
+        after = Some(priority);
+    }
+}
+
+/// Takes the page least worth keeping from a model; `None` if guards hold all of them.
+pub(super) fn evict_from(control: &mut Control, id: u32) -> Result<Option<u32>, PagerError> {
+    let Some(model) = control.model(id) else { return Ok(None) };
+    let mut place = model.resident_end;
+    let mut seen_resident = false;
+    while place > 0 {
+        place -= 1;
+        let Some(model) = control.model(id) else { return Ok(None) };
+        let page = model.order.keep()[place as usize];
+        let frame = model.pages[page as usize].frame;
+        if frame == NONE || control.frames.info(frame).role != Role::Resident {
+            continue;
+        }
+        if !seen_resident {
+            seen_resident = true;
+            if let Some(model) = control.model_mut(id) {
+                model.resident_end = place + 1;
+            }
+        }
+        if evict_page(control, id, page)? {
+            return Ok(Some(page));
+        }
+    }
+    Ok(None)
+}
+
+/// Takes a resident page's frame, which becomes idle; `false` if a guard holds the page.
+pub(super) fn evict_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerError> {
+    let key = PageKey { model: id, page };
+    if control.leave_page(key).is_none() {
+        return Ok(false);
+    }
+    let unmapped = unmap(control, id, page);
+    control.set_page_absent(key);
+    unmapped?;
+    if let Some(model) = control.model_mut(id) {
+        model.counts.evicted_pages += 1;
+    }
+    Ok(true)
+}
+
+/// Frames that model `id` may plan for: the budget less what others keep.
+fn frames_for(control: &Control, id: u32) -> u32 {
+    let Some(model) = control.model(id) else { return 0 };
+    let others: u32 = (0_u32..)
+        .zip(&control.models)
+        .filter_map(|(other, state)| state.as_ref().map(|state| (other, state)))
+        .filter(|(other, state)| *other != id && (!model.promoted || state.priority > model.priority))
+        .map(|(_, state)| state.resident)
+        .sum();
+    control.budget.saturating_sub(others)
+}
+
+/// Makes the plan of a model anew if it may have another number of frames now, or `always`.
+pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) -> Result<(), PagerError> {
+    let frames = frames_for(control, id);
+    let others_ring = (0_u32..)
+        .zip(&control.models)
+        .filter(|(other, _)| *other != id)
+        .filter_map(|(_, model)| model.as_ref().map(|model| model.plan.ring))
+        .max()
+        .unwrap_or(0);
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
+    if !always && model.planned_frames == frames {
+        return Ok(());
+    }
+    let fits_beside = u32::try_from(model.order.pages().len())
+        .is_ok_and(|pages| pages.saturating_add(others_ring) <= frames);
+    let mut new = if fits_beside {
+        plan(&model.order, &model.groups, frames, core.options.ring)
+    } else {
+        // At least the others' ring is there already; what it takes cannot stay resident.
+        let pages = u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX);
+        let new = plan(&model.order, &model.groups, frames.min(pages - 1), core.options.ring);
+        super::plan::Plan { resident: new.resident.min(frames.saturating_sub(others_ring)), ..new }
+    };
+    if fits_beside {
+        new.ring = 0;
+    }
+    model.plan = new;
+    model.planned_frames = frames;
+    let ring = new.ring.max(others_ring);
+    tracing::debug!(
+        model = model.name,
+        frames,
+        resident = new.resident,
+        ring,
+        largest_part = new.largest_part,
+        "planned"
+    );
+    deal(control, id, ring);
+    demote(control, id, new.resident)?;
+    let slots = u32::try_from(control.frames.ring.len()).unwrap_or(u32::MAX);
+    if slots > ring {
+        shrink_ring(control, ring)?;
+    }
+    while control.frames.ring.len() < ring as usize {
+        control.frames.ring.push(NONE);
+    }
+    Ok(())
+}
+
+/// Says for every page whether it stays, and which ring slot it uses if not.
+///
+/// While the ring keeps its size, pages that go on streaming keep their slots and new ones get a slot
+/// half a lap away from their neighbour's; after many such edits all slots are dealt anew.
+fn deal(control: &mut Control, id: u32, ring: u32) {
+    let Some(model) = control.model_mut(id) else { return };
+    let stays = model.plan.resident;
+    let sequence: Vec<u32> =
+        model.order.pages().iter().copied().filter(|&page| model.order.rank(page) >= stays).collect();
+    let streamed = u32::try_from(sequence.len()).unwrap_or(u32::MAX);
+    let new_pages = sequence.iter().filter(|&&page| model.pages[page as usize].slot == NONE).count();
+    let gone = model.sequence.len() + new_pages - sequence.len().min(model.sequence.len() + new_pages);
+    let edits = model.edits + u32::try_from(new_pages + gone).unwrap_or(u32::MAX);
+    let anew = ring != model.dealt_ring || edits > streamed / 16;
+    for page in &mut model.pages {
+        page.place = NONE;
+    }
+    let mut last_slot = 0;
+    for (place, &number) in (0..).zip(&sequence) {
+        let page = &mut model.pages[number as usize];
+        page.place = place;
+        if anew {
+            page.slot = ring::slot(place, streamed, ring);
+        } else if page.slot == NONE {
+            page.slot = (last_slot + ring / 2) % ring.max(1);
+        }
+        last_slot = page.slot;
+    }
+    for page in &mut model.pages {
+        if page.place == NONE {
+            page.slot = NONE;
+        }
+    }
+    model.edits = if anew { 0 } else { edits };
+    model.dealt_ring = ring;
+    model.sequence = sequence;
+    if model.cursor >= streamed {
+        model.cursor = 0;
+    }
+}
+
+/// Takes the frames of pages that no longer stay; those that guards hold keep theirs for now.
+fn demote(control: &mut Control, id: u32, stays: u32) -> Result<(), PagerError> {
+    let Some(model) = control.model(id) else { return Ok(()) };
+    for place in (stays..model.resident_end).rev() {
+        let Some(model) = control.model(id) else { return Ok(()) };
+        let page = model.order.keep()[place as usize];
+        let frame = model.pages[page as usize].frame;
+        if frame != NONE && control.frames.info(frame).role == Role::Resident {
+            evict_page(control, id, page)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes frames out of the ring until it has `keep` slots; frames that guards hold stay in.
+pub(super) fn shrink_ring(control: &mut Control, keep: u32) -> Result<(), PagerError> {
+    while control.frames.ring.len() > keep as usize {
+        let slot = control.frames.ring.len() - 1;
+        let frame = control.frames.ring[slot];
+        if frame != NONE && !empty_ring_frame(control, frame)? {
+            return Ok(());
+        }
+        control.frames.ring.pop();
+        if frame != NONE {
+            control.frames.make_idle(frame);
+        }
+    }
+    Ok(())
+}
+
+/// Removes every mapping to a ring frame; `false` if a guard holds its content.
+fn empty_ring_frame(control: &mut Control, frame: u32) -> Result<bool, PagerError> {
+    if !super::claim::take(control, frame) {
+        return Ok(false);
+    }
+    for id in 0..u32::try_from(control.models.len()).unwrap_or(u32::MAX) {
+        if control.frames.info(frame).mapped == 0 {
+            break;
+        }
+        let Some(model) = control.model(id) else { continue };
+        let mapped: Vec<u32> = (0..)
+            .zip(&model.pages)
+            .filter(|(_, page)| page.frame == frame)
+            .map(|(number, _)| number)
+            .collect();
+        for page in mapped {
+            unmap(control, id, page)?;
+        }
+    }
+    control.frames.info_mut(frame).wait_quiet()?;
+    Ok(true)
+}
+
+/// A pass of a model ended: it may grow, and it has shown that it runs more than one pass.
+pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<(), PagerError> {
+    refresh_budget(core, control, true)?;
+    if let Some(model) = control.model_mut(id) {
+        model.promoted = true;
+    }
+    replan(core, control, id, false)
+}
+
+/// Makes `bytes` free on the device for somebody else: idle frames first, then pages.
+pub(super) fn make_room(core: &Core, control: &mut Control, bytes: u64) -> Result<u64, PagerError> {
+    let wanted = u32::try_from(bytes.div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
+    let released = give_back(core, control, wanted)?;
+    Ok(u64::from(released) * core.page_bytes)
+}
+
+/// Gives back up to `bytes` of a model's resident pages, in whole pages, to the device; answers the bytes.
+pub(super) fn unload_pages(
+    control: &mut Control,
+    id: u32,
+    bytes: u64,
+    page_bytes: u64,
+) -> Result<u64, PagerError> {
+    let mut freed = 0;
+    while freed < bytes {
+        if evict_from(control, id)?.is_none() {
+            break;
+        }
+        if control.frames.release_idle(1)? == 0 {
+            break;
+        }
+        freed += page_bytes;
+    }
+    Ok(freed)
+}
+
+/// Waits for everything that uses a model's pages and gives all of its memory back to the card's idle
+/// frames. Nobody faults the model any more.
+pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceError> {
+    control.loads.cancel(id);
+    let Control { frames, models, engine, streams, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
+    let used = model.words.iter().fold(0, |used, word| used | word.0.used());
+    let mut result = Ok(());
+    match streams.fences(used, engine) {
+        Ok(fences) => {
+            for fence in fences {
+                result = result.and(fence.wait());
+            }
+        }
+        Err(error) => result = Err(error),
+    }
+    for (page, entry) in (0..).zip(&model.pages) {
+        if entry.frame == NONE {
+            continue;
+        }
+        let info = frames.info_mut(entry.frame);
+        result = result.and(info.wait_quiet());
+        info.mapped -= 1;
+        if info.content == (PageKey { model: id, page }) {
+            info.clear_content();
+        }
+    }
+    for run in model.cache.values() {
+        control.cached_bytes -= run.buffer.len();
+    }
+    let own: Vec<u32> = model
+        .pages
+        .iter()
+        .map(|page| page.frame)
+        .filter(|&frame| frame != NONE && frames.info(frame).role == Role::Resident)
+        .collect();
+    // Unmaps everything, then frees the range.
+    drop(model);
+    for frame in own {
+        frames.make_idle(frame);
+    }
+    result
+}

@@ -1,0 +1,199 @@
+//! Checking what guards hold against the file, by the `checksum` kernel.
+//!
+//! The kernel reads the very addresses that a guard gives, on its stream; the sums come back and are
+//! compared with those of the file's bytes. Runs, stress tests and a doubting user share it. Holds no
+//! lock but for its list of sums that were computed before.
+
+#![expect(unsafe_code, reason = "launches the checksum kernel on guarded addresses")]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::error::PagerError;
+use super::guard::TensorView;
+use super::model::PagedModel;
+use super::patches::PatchSet;
+use super::streams::PagerStream;
+use crate::device::{self, KernelId, PatchPart, PoolAllocation, checksum, checksum_launch};
+use crate::transfer::{cast_bytes, float_type};
+use crate::weights::TensorId;
+
+/// A tensor whose bytes on the card were not those of the file.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Mismatch {
+    /// The tensor.
+    pub tensor: String,
+    /// The first row that was checked.
+    pub first_row: u64,
+    /// The checksum of the bytes on the card.
+    pub found: u64,
+    /// The checksum of the file's bytes.
+    pub expected: u64,
+}
+
+/// Knows the checksums of a model's file, each computed once.
+#[derive(Debug)]
+pub struct Verifier {
+    model: Arc<PagedModel>,
+    kernel: KernelId,
+    set: Option<Arc<PatchSet>>,
+    /// By tensor, first row and rows.
+    sums: Mutex<HashMap<(u32, u64, u64), u64>>,
+}
+
+/// The most tensors that one [`Check`] takes before it must be finished.
+pub const CHECK_CAPACITY: usize = 4096;
+
+/// Bytes of a file that are read at once; a multiple of eight.
+const READ_BYTES: u64 = 1 << 20;
+
+impl Verifier {
+    /// A verifier of `model`.
+    pub fn new(model: &Arc<PagedModel>) -> Result<Self, PagerError> {
+        Self::patched(model, None)
+    }
+
+    /// A verifier of `model` with patches.
+    pub fn patched(model: &Arc<PagedModel>, set: Option<Arc<PatchSet>>) -> Result<Self, PagerError> {
+        let kernel = model.pager().device().kernel("checksum")?;
+        Ok(Self { model: Arc::clone(model), kernel, set, sums: Mutex::new(HashMap::new()) })
+    }
+
+    /// Begins checks on one stream.
+    pub fn begin<'v>(&'v self, stream: &'v PagerStream) -> Result<Check<'v>, PagerError> {
+        let bytes = 8 * CHECK_CAPACITY as u64;
+        let sums = self.model.pager().allocate(stream, bytes)?;
+        // SAFETY: the allocation is ours, taken on this stream, and freed in its order.
+        unsafe { self.model.pager().device().fill(sums.range(), 0, stream.id())? };
+        Ok(Check { verifier: self, stream, sums, asked: Vec::new() })
+    }
+
+    /// The checksum of some rows of a tensor in the file.
+    fn expected(&self, tensor: TensorId, rows: &std::ops::Range<u64>) -> Result<u64, PagerError> {
+        let key = (tensor.0, rows.start, rows.end - rows.start);
+        if let Some(sum) = self.sums.lock().get(&key) {
+            return Ok(*sum);
+        }
+        let info = self.model.index().tensor_info(tensor);
+        let count = info.shape.first().copied().unwrap_or(1).max(1);
+        let place = self.model.layout().tensor_at(tensor);
+        // In steps of whole words, so that the parts' sums add up to the whole's.
+        let row = place.bytes / count;
+        let step = if row == 0 || row % 8 != 0 { count } else { (READ_BYTES / row).max(1) };
+        let mut sum = 0_u64;
+        let mut at = rows.start;
+        while at < rows.end {
+            let end = (at + step).min(rows.end);
+            let bytes = rows_on_card(&self.model, tensor, &(at..end), self.set.as_ref())?;
+            sum = sum.wrapping_add(checksum(&bytes, (at - rows.start) * row / 8));
+            at = end;
+        }
+        self.sums.lock().insert(key, sum);
+        Ok(sum)
+    }
+}
+
+/// Checks that were asked for on one stream and not compared yet.
+#[derive(Debug)]
+pub struct Check<'v> {
+    verifier: &'v Verifier,
+    stream: &'v PagerStream,
+    sums: PoolAllocation,
+    asked: Vec<(TensorId, std::ops::Range<u64>)>,
+}
+
+impl Check<'_> {
+    /// Whether [`Self::finish`] should come before more is asked.
+    pub fn is_nearly_full(&self) -> bool {
+        self.asked.len() >= CHECK_CAPACITY / 2
+    }
+
+    /// Launches the checksum kernel on tensors that a guard, held by the caller on the check's stream,
+    /// gives.
+    pub fn tensors(&mut self, views: &[TensorView<'_>]) -> Result<(), PagerError> {
+        for view in views {
+            let Some(tensor) = self.verifier.model.index().tensor(view.name) else { continue };
+            if view.bytes == 0 {
+                continue;
+            }
+            let place = 8 * self.asked.len() as u64;
+            let Some(sum) = self.sums.range().part(place, 8) else {
+                return Err(PagerError::InvalidArgument {
+                    what: "check",
+                    why: format!("more than {CHECK_CAPACITY} tensors before they were compared"),
+                });
+            };
+            let launch = checksum_launch(self.verifier.kernel, view.range(), 0, sum);
+            // SAFETY: the caller holds a guard of these addresses on this stream and releases it after this
+            // launch; the sum lies in our allocation.
+            unsafe { self.stream.launch(&launch)? };
+            self.asked.push((tensor, view.rows.clone()));
+        }
+        Ok(())
+    }
+
+    /// Waits for the kernels, compares, and answers what differs. The check can be used again.
+    pub fn finish(&mut self) -> Result<Vec<Mismatch>, PagerError> {
+        let device = self.verifier.model.pager().device();
+        let mut found = vec![0_u8; 8 * self.asked.len()];
+        if let Some(part) = self.sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
+            // SAFETY: the target lives past the wait below; the source is our allocation.
+            unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id())? };
+            self.stream.synchronize()?;
+        }
+        // SAFETY: our allocation, in the order of its stream.
+        unsafe { device.fill(self.sums.range(), 0, self.stream.id())? };
+        let mut mismatches = Vec::new();
+        for ((tensor, rows), bytes) in self.asked.drain(..).zip(found.as_chunks::<8>().0) {
+            let expected = self.verifier.expected(tensor, &rows)?;
+            let found = u64::from_le_bytes(*bytes);
+            if found != expected {
+                let tensor = self.verifier.model.index().tensor_info(tensor).name.clone();
+                mismatches.push(Mismatch { tensor, first_row: rows.start, found, expected });
+            }
+        }
+        Ok(mismatches)
+    }
+}
+
+/// Some rows of a tensor as they should be on the card: read from the file, cast, and patched on the host
+/// by the kernels' twins. A tensor without dimensions has one row.
+pub(super) fn rows_on_card(
+    model: &PagedModel,
+    tensor: TensorId,
+    rows: &std::ops::Range<u64>,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<Vec<u8>, PagerError> {
+    let index = model.index();
+    let info = index.tensor_info(tensor);
+    let place = model.layout().tensor_at(tensor);
+    let count = info.shape.first().copied().unwrap_or(1).max(1);
+    let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let whole = rows.end - rows.start == count;
+    let part =
+        |bytes: u64| if whole { 0..bytes } else { rows.start * (bytes / count)..rows.end * (bytes / count) };
+    let (in_file, on_card) = (part(info.bytes), part(place.bytes));
+    let mut bytes = vec![0; size(in_file.end - in_file.start)];
+    index.files()[info.file as usize].read_exact_at(info.offset + in_file.start, &mut bytes, &info.name)?;
+    let refuse = |why: String| PagerError::InvalidArgument { what: "rows", why };
+    if place.dtype != info.dtype {
+        let mut cast = vec![0; size(on_card.end - on_card.start)];
+        cast_bytes(info.dtype, &bytes, place.dtype, &mut cast).map_err(refuse)?;
+        bytes = cast;
+    }
+    for patch in set.map_or(&[][..], |set| set.of(tensor)) {
+        let Some(weight) = float_type(place.dtype) else { continue };
+        let part = PatchPart {
+            first: on_card.start / weight.bytes(),
+            elements: bytes.len() as u64 / weight.bytes(),
+            columns: patch.down.shape[1],
+            rank: u32::try_from(patch.up.shape[1]).unwrap_or(u32::MAX),
+            scale: patch.scale,
+        };
+        device::patch(weight, &mut bytes, part, patch.up.dtype, &patch.up.bytes, &patch.down.bytes)
+            .map_err(refuse)?;
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,147 @@
+//! The copy engine: host to device, on the pager's own streams.
+//!
+//! A copy waits on its stream for whoever used the target before, and the buffer that it reads stays
+//! owned until the copy is done. Locking: none of its own; callers hold the pager's control lock, which
+//! is what gives copies their order.
+
+#![expect(unsafe_code, reason = "enqueues copies whose source and target it keeps alive")]
+
+use std::sync::Arc;
+
+use crate::device::{DeviceError, Fence, FencePool, KernelId, Launch, SharedDevice, Stream, StreamPriority};
+use crate::staging::StagingBuffer;
+use crate::units::{DeviceRange, ModelTime};
+
+/// The streams that copies to one device run on, and the fences of that device.
+#[derive(Debug)]
+pub struct CopyEngine {
+    device: SharedDevice,
+    fences: FencePool,
+    streams: Vec<Arc<Stream>>,
+    next: usize,
+}
+
+impl CopyEngine {
+    /// Opens `streams` (at least one) non-blocking streams for copies.
+    pub fn new(device: &SharedDevice, streams: usize) -> Result<Self, DeviceError> {
+        let streams = (0..streams.max(1))
+            .map(|_| Stream::new(device, StreamPriority::High).map(Arc::new))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Self { device: Arc::clone(device), fences: FencePool::new(device), streams, next: 0 })
+    }
+
+    /// Records a fence on any stream of the device.
+    pub fn record(&self, stream: &Stream) -> Result<Fence, DeviceError> {
+        self.fences.record(stream)
+    }
+
+    /// Begins a batch: the stream that its copies will run on, in order.
+    pub fn begin(&mut self) -> Batch<'_> {
+        self.next = (self.next + 1) % self.streams.len();
+        Batch { engine: self }
+    }
+
+    /// The stream that the copies of batch number `place` run on, counted round.
+    pub fn stream(&self, place: usize) -> &Arc<Stream> {
+        &self.streams[place % self.streams.len()]
+    }
+
+    /// Streams that copies run on.
+    pub fn streams(&self) -> usize {
+        self.streams.len()
+    }
+
+    /// Waits for all copies so far.
+    pub fn drain(&self) -> Result<(), DeviceError> {
+        self.streams.iter().try_for_each(|stream| stream.synchronize())
+    }
+}
+
+/// Copies that run one after the other on one stream.
+#[derive(Debug)]
+pub struct Batch<'e> {
+    engine: &'e mut CopyEngine,
+}
+
+impl Batch<'_> {
+    fn stream(&self) -> &Arc<Stream> {
+        &self.engine.streams[self.engine.next]
+    }
+
+    /// Which of the engine's streams the batch runs on.
+    pub fn place(&self) -> usize {
+        self.engine.next
+    }
+
+    /// Looks a kernel of the device up.
+    pub fn kernel(&self, name: &str) -> Result<KernelId, DeviceError> {
+        self.engine.device.kernel(name)
+    }
+
+    /// Launches a kernel after what the batch has enqueued so far.
+    ///
+    /// # Safety
+    /// As [`Stream::launch`].
+    pub(crate) unsafe fn launch(&self, launch: &Launch) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.stream().launch(launch) }
+    }
+
+    /// Makes the rest of the batch wait for `fence`.
+    pub fn wait(&self, fence: &Fence) -> Result<(), DeviceError> {
+        fence.wait_on(self.stream())
+    }
+
+    /// Enqueues a copy of `to.bytes` bytes from `buffer`, beginning at `offset`; the bytes are there from
+    /// the modelled time `available` on.
+    ///
+    /// The copy is not safe from the buffer's reuse until [`Self::finish`] gave its fence to the buffer:
+    /// the caller calls it before it lets go of the buffer, also after an error.
+    pub(crate) fn copy(
+        &self,
+        to: DeviceRange,
+        buffer: &StagingBuffer,
+        offset: u64,
+        available: ModelTime,
+    ) -> Result<(), DeviceError> {
+        if offset.checked_add(to.bytes).is_none_or(|end| end > buffer.len()) {
+            return Err(DeviceError::InvalidArgument {
+                call: "copy_to_device",
+                why: format!("{} bytes at {offset} exceed a buffer of {}", to.bytes, buffer.len()),
+            });
+        }
+        // SAFETY: the source lies inside the buffer, which keeps its memory until the fence of `finish`; a
+        // buffer is one run of one block, so no copy crosses a block's end. The target is mapped and pinned
+        // or claimed by the pager, which waits for this copy's fence before it unmaps or rewrites it.
+        unsafe { self.engine.device.copy_to_device(to, buffer.at(offset), available, self.stream().id()) }
+    }
+
+    /// Enqueues a copy on a device that keeps no bytes: accounts and clock only.
+    pub(crate) fn copy_without_bytes(
+        &self,
+        to: DeviceRange,
+        available: ModelTime,
+    ) -> Result<(), DeviceError> {
+        if self.engine.device.info().keeps_bytes {
+            return Err(DeviceError::InvalidArgument {
+                call: "copy_to_device",
+                why: "this device keeps bytes, so a copy needs a source".to_owned(),
+            });
+        }
+        // SAFETY: a device without bytes reads no source; the target is as in `copy`.
+        unsafe { self.engine.device.copy_to_device(to, std::ptr::null(), available, self.stream().id()) }
+    }
+
+    /// Ends the batch: the fence that its copies are done at.
+    pub fn finish(self) -> Result<Fence, DeviceError> {
+        let stream = Arc::clone(self.stream());
+        match self.engine.fences.record(&stream) {
+            Ok(fence) => Ok(fence),
+            Err(error) => {
+                // Without a fence nobody could tell when the buffer is free: wait here, once.
+                stream.synchronize()?;
+                Err(error)
+            }
+        }
+    }
+}

@@ -505,3 +505,57 @@ fn the_driver_finds_its_own_functions_as_runtimes_look_them_up() {
         assert!(found.is_null() && status == 1);
     }
 }
+
+#[test]
+fn a_second_card_changes_nothing_for_the_first() {
+    let (_alone, standin) = alone();
+    standin.set_cards(2, 64 * MIB);
+    {
+        let (first, second) = (open("cuda:0").unwrap(), open("cuda:1").unwrap());
+        let page = first.info().granularity;
+        let before = first.memory().unwrap();
+        let mut frames = FrameSet::new(&second, page);
+        while frames.create().is_ok() {}
+        assert_eq!(first.memory().unwrap(), before, "the other card is full, this one is not");
+        assert_eq!(first.live(), LiveObjects::default());
+
+        // Host memory that one card page-locked serves copies of the other.
+        let stream = Stream::new(&first, StreamPriority::Normal).unwrap();
+        let mut block = HostBlock::map(&second, page).unwrap();
+        block.page_lock().unwrap();
+        let target =
+            PoolAllocation::new(&Arc::new(Stream::new(&first, StreamPriority::Normal).unwrap()), page);
+        let target = target.unwrap();
+        // SAFETY: block and target live past the wait.
+        unsafe { first.copy_to_device(target.range(), block.start(), ModelTime::ZERO, stream.id()).unwrap() };
+        stream.synchronize().unwrap();
+        target.stream().synchronize().unwrap();
+
+        // A stream of one card is no stream of the other.
+        let mut context = null_mut();
+        let mut foreign = null_mut();
+        // SAFETY: the driver's signatures; what is retained and created is given back below.
+        unsafe {
+            let retain: Retain = std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRetain"));
+            let push: StreamDestroy = std::mem::transmute(standin.symbol("cuCtxPushCurrent_v2"));
+            let create: StreamCreate = std::mem::transmute(standin.symbol("cuStreamCreate"));
+            let destroy: StreamDestroy = std::mem::transmute(standin.symbol("cuStreamDestroy_v2"));
+            let pop: ContextCall = std::mem::transmute(standin.symbol("cuCtxPopCurrent_v2"));
+            let release: unsafe extern "C" fn(c_int) -> c_int =
+                std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRelease_v2"));
+            assert_eq!((retain(&raw mut context, 1), push(context), create(&raw mut foreign, 1)), (0, 0, 0));
+            let error = Stream::adopt(&first, foreign).unwrap_err();
+            assert!(error.to_string().contains("another context"), "{error}");
+            drop(Stream::adopt(&second, foreign).unwrap());
+            assert_eq!((destroy(foreign), pop(&raw mut context), release(1)), (0, 0, 0));
+        }
+        // A card that is lost leaves the other alone.
+        standin.fail("cuMemGetInfo_v2@1=700");
+        assert!(second.memory().unwrap_err().is_lost());
+        standin.fail("");
+        assert_eq!(first.memory().unwrap().total, before.total);
+        assert!(second.memory().unwrap_err().is_lost());
+    }
+    assert_eq!(standin.leftovers(), 0);
+    standin.set_cards(1, 256 * MIB);
+}

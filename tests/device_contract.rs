@@ -601,6 +601,7 @@ contracts! {
 #[cfg(feature = "cuda")]
 contracts! {
     crate::cuda => cuda_card_over_the_standin,
+    crate::cuda_with_late_completions => cuda_card_with_late_completions,
 }
 
 fn emulated_rig(bytes: u64, page_bytes: u64, seed: u64) -> Rig {
@@ -618,15 +619,28 @@ fn emulated_rig(bytes: u64, page_bytes: u64, seed: u64) -> Rig {
     }
 }
 
-/// A card of the driver stand-in, another one for each test.
 #[cfg(feature = "cuda")]
 fn cuda() -> Rig {
+    cuda_rig(0)
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_with_late_completions() -> Rig {
+    let seed = 20_240_613;
+    println!("seed {seed}");
+    cuda_rig(seed)
+}
+
+/// A card of the driver stand-in, another one for each test.
+#[cfg(feature = "cuda")]
+fn cuda_rig(seed: u64) -> Rig {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let standin = standin::standin();
     standin.set_cards(64, 32 * MIB);
     let ordinal = NEXT.fetch_add(1, Ordering::Relaxed);
     let device = vram_pager::device::open(&format!("cuda:{ordinal}")).unwrap();
+    standin.seed_delays(ordinal, seed);
     Rig {
         device,
         // Streams have the numbers 1, 2, ... in the order of their creation, for us and for the stand-in.

@@ -113,3 +113,15 @@ pub extern "C" fn vram_pager_standin_set_abilities(virtual_memory: c_int, pools:
     state.settings.virtual_memory = if virtual_memory != 0 { VirtualMemory::Yes } else { VirtualMemory::No };
     state.settings.pools = pools != 0;
 }
+
+/// Work of a card completes late from here on, as `seed` says. Answers 0, or 1 if the card is not open.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_seed_delays(ordinal: u32, seed: u64) -> c_int {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    card.map_or(1, |card| {
+        card.device.seed_delays(seed);
+        0
+    })
+}

@@ -21,7 +21,7 @@ fn own_library() -> *mut c_void {
         dli_sname: std::ptr::null(),
         dli_saddr: null_mut(),
     };
-    let inside = own_library as *const () as *const c_void;
+    let inside = (own_library as *const ()).cast::<c_void>();
     // SAFETY: an address inside this library, and room for the answer.
     if unsafe { libc::dladdr(inside, &raw mut info) } == 0 {
         return null_mut();

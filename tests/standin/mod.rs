@@ -128,6 +128,17 @@ impl Standin {
         }
     }
 
+    /// Makes work of an open card complete late, as `seed` says.
+    pub(crate) fn seed_delays(&self, ordinal: u32, seed: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(u32, u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_seed_delays"));
+            hook(ordinal, seed)
+        };
+        assert_eq!(code, 0, "card {ordinal} is not open");
+    }
+
     /// Holds the stream that was created as the `number`th of a card until the answer is dropped.
     pub(crate) fn hold(&'static self, ordinal: u32, number: u64) -> Hold {
         // SAFETY: the hook's signature.

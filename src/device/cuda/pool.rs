@@ -105,8 +105,8 @@ impl Pool {
             // SAFETY: the list owns the event alone.
             let query = || unsafe { driver.event_query(block.event) };
             // SAFETY: as above.
-            let passed =
-                if wait { insist(|| unsafe { driver.event_synchronize(block.event) }) } else { query() };
+            let synchronize = || unsafe { driver.event_synchronize(block.event) };
+            let passed = if wait { insist(synchronize) } else { query() };
             match passed {
                 Ok(()) => {
                     // SAFETY: the stream has passed the point where the block was freed.

@@ -1,3 +1,62 @@
-//! The command line.
+//! The command line: one file a subcommand, and what they share in [`output`] and [`interrupt`].
+//!
+//! Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted. With `--json` standard output
+//! carries one object and nothing else; errors and progress always go to standard error.
 
-fn main() {}
+#![deny(unsafe_code)]
+
+mod inspect;
+mod interrupt;
+mod layouts;
+mod output;
+mod synth;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use output::Failure;
+
+/// A demand-faulting pager for model weights on a GPU.
+#[derive(Parser)]
+#[command(version, about, propagate_version = true, arg_required_else_help = true)]
+#[command(after_help = "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted.\n\
+    Sizes are written 24MiB, 1.5GiB, 64KB or 4096.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+
+    /// Print one JSON object on standard output and nothing else
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Inspect(inspect::Args),
+    Synth(synth::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    output::start_log();
+    let result = interrupt::install().and_then(|()| match &cli.command {
+        Command::Inspect(args) => inspect::run(args, cli.json),
+        Command::Synth(args) => synth::run(args, cli.json),
+    });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}
+
+/// Keeps the argument definitions honest in every build of the tests.
+#[cfg(test)]
+#[test]
+fn the_arguments_are_well_formed() {
+    use clap::CommandFactory;
+    Cli::command().debug_assert();
+}
+
+/// What every subcommand gives.
+type Outcome = Result<(), Failure>;

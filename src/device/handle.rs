@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
 use crate::units::{DeviceAddress, DeviceRange};
 
-/// A stream of a device; destroyed on drop, after its work has run.
+/// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
     device: SharedDevice,
     id: StreamId,
@@ -28,6 +28,34 @@ impl Stream {
     pub fn new(device: &SharedDevice, priority: StreamPriority) -> Result<Self, DeviceError> {
         let id = device.create_stream(priority)?;
         Ok(Self { device: Arc::clone(device), id })
+    }
+
+    /// Registers a stream that somebody else created, by its driver's handle (a `CUstream` on a card, where
+    /// null stands for the legacy default stream). A drop ends the registration and leaves the stream alone.
+    ///
+    /// # Errors
+    /// [`DeviceError::InvalidArgument`] for the per-thread default stream and for a stream of another
+    /// context; [`DeviceError::Unsupported`] on a device that has no foreign streams.
+    ///
+    /// # Safety
+    /// `stream` is null, one of the driver's default streams, or a live stream of this process, and stays
+    /// live until this handle and everything that holds it are gone.
+    pub unsafe fn adopt(device: &SharedDevice, stream: *mut std::ffi::c_void) -> Result<Self, DeviceError> {
+        // SAFETY: the caller's promise.
+        let id = unsafe { device.adopt_stream(stream)? };
+        Ok(Self { device: Arc::clone(device), id })
+    }
+
+    /// Ends the registration and answers a fence on the last point of the stream: whatever was used on it
+    /// may be used again when that is done.
+    pub fn unregister(self, fences: &FencePool) -> Result<Fence, DeviceError> {
+        fences.record(&self)
+    }
+
+    /// Whether work given to the stream is being captured into a graph instead of run.
+    pub fn is_capturing(&self) -> Result<bool, DeviceError> {
+        // SAFETY: `id` is live as long as this handle.
+        unsafe { self.device.is_capturing(self.id) }
     }
 
     /// The device's number for it.

@@ -26,7 +26,8 @@ use std::time::Duration;
 pub use error::DeviceError;
 pub use handle::{AddressRange, Event, Fence, FencePool, FrameSet, HostBlock, PoolAllocation, Stream};
 pub use kernels::{
-    HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, TwinArg, checksum,
+    FloatType, HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, PatchPart, TwinArg,
+    cast, cast_kernel, cast_launch, checksum, checksum_launch, patch, patch_kernel, patch_launch,
 };
 pub use open::{CudaString, DeviceString, open};
 
@@ -274,6 +275,30 @@ pub trait Streams {
     /// # Safety
     /// `stream` was created by this device and is not named again.
     unsafe fn destroy_stream(&self, stream: StreamId) -> Result<(), DeviceError>;
+
+    /// Registers a stream that somebody else created, by its driver's handle, and answers the number that
+    /// the other calls take. [`Self::destroy_stream`] ends the registration and leaves the stream alone. On
+    /// a card null means the legacy default stream.
+    ///
+    /// # Safety
+    /// `stream` is null, one of the driver's default streams, or a live stream of this process, and stays
+    /// live as long as its number is used.
+    unsafe fn adopt_stream(&self, stream: *mut std::ffi::c_void) -> Result<StreamId, DeviceError> {
+        Err(DeviceError::Unsupported {
+            device: "this device".to_owned(),
+            what: format!("adopt the foreign stream {stream:p}"),
+            advice: "create a stream on it instead".to_owned(),
+        })
+    }
+
+    /// Whether work given to `stream` is being captured into a graph instead of run.
+    ///
+    /// # Safety
+    /// `stream` is a live handle of this device.
+    unsafe fn is_capturing(&self, stream: StreamId) -> Result<bool, DeviceError> {
+        let _ = stream;
+        Ok(false)
+    }
 
     /// Creates an event, not recorded yet: waiting on it is no wait and a query answers done.
     fn create_event(&self) -> Result<EventId, DeviceError>;

@@ -74,11 +74,22 @@ pub fn open(text: &str) -> Result<SharedDevice, DeviceError> {
 }
 
 /// The one place where the CUDA backend is opened.
+#[cfg(feature = "cuda")]
+fn open_cuda(_text: &str, cuda: &CudaString) -> Result<SharedDevice, DeviceError> {
+    use super::cuda::{CudaDevice, CudaOptions};
+    let options = CudaOptions { ordinal: cuda.ordinal, cap: cuda.cap, page: cuda.page_bytes };
+    Ok(CudaDevice::open(options)?)
+}
+
+/// The one place where the CUDA backend is opened.
+#[cfg(not(feature = "cuda"))]
 fn open_cuda(text: &str, _cuda: &CudaString) -> Result<SharedDevice, DeviceError> {
     Err(DeviceError::Unavailable {
         device: text.to_owned(),
-        why: "the CUDA backend is not built yet".to_owned(),
-        advice: format!("use an emulated card such as `{EMULATED_EXAMPLE}`"),
+        why: "this build has no CUDA backend".to_owned(),
+        advice: format!(
+            "build with the feature `cuda`, or use an emulated card such as `{EMULATED_EXAMPLE}`"
+        ),
     })
 }
 

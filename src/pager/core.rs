@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::counters::{HitCounts, ModelCounts};
+use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
@@ -97,7 +97,6 @@ pub(super) struct ModelState {
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
     pub(super) words: Arc<[Padded<SpanWord>]>,
-    pub(super) hits: Arc<HitCounts>,
     pub(super) range: AddressRange,
     pub(super) pages: Vec<Page>,
     pub(super) order: PassOrder,

@@ -112,7 +112,10 @@ pub(crate) struct Frames {
     idle: Vec<u32>,
     /// The ring's slots; a slot is a frame. A slot that was given up holds [`NONE`] until it is filled again.
     pub(crate) ring: Vec<u32>,
-    peak: u32,
+    /// Bytes that the card's activation pool held at the last look.
+    pool_bytes: u64,
+    /// The most bytes of frames and pool at once.
+    peak_bytes: u64,
 }
 
 impl Frames {
@@ -122,7 +125,8 @@ impl Frames {
             info: Vec::new(),
             idle: Vec::new(),
             ring: Vec::new(),
-            peak: 0,
+            pool_bytes: 0,
+            peak_bytes: 0,
         }
     }
 
@@ -131,9 +135,20 @@ impl Frames {
         u32::try_from(self.set.len()).unwrap_or(u32::MAX)
     }
 
-    /// The most frames that were alive at once.
-    pub(crate) fn peak(&self) -> u32 {
-        self.peak
+    /// The most bytes of frames and activation pool that were held at once.
+    pub(crate) fn peak_bytes(&self) -> u64 {
+        self.peak_bytes
+    }
+
+    /// Notes what the activation pool holds.
+    pub(crate) fn note_pool(&mut self, bytes: u64) {
+        self.pool_bytes = bytes;
+        self.note_peak();
+    }
+
+    fn note_peak(&mut self) {
+        let held = u64::from(self.count()) * self.set.frame_bytes() + self.pool_bytes;
+        self.peak_bytes = self.peak_bytes.max(held);
     }
 
     /// Frames without a page.
@@ -168,7 +183,7 @@ impl Frames {
             self.info.resize_with(frame as usize + 1, FrameInfo::new);
         }
         self.info[frame as usize] = FrameInfo { role, ..FrameInfo::new() };
-        self.peak = self.peak.max(self.count());
+        self.note_peak();
         Ok(frame)
     }
 

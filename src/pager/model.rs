@@ -212,6 +212,26 @@ impl PagedModel {
         reclaim::replan(core, &mut control, self.id, false)
     }
 
+    /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
+    pub fn prefetch_all(&self) -> Result<(), PagerError> {
+        let stream = self.pager.stream()?;
+        for span in 0..u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX) {
+            let stays = {
+                let control = self.core().control.lock();
+                control.model(self.id).is_some_and(|model| {
+                    let pages = self.layout.spans()[span as usize].pages.clone();
+                    pages.into_iter().all(|page| model.order.rank(page) < model.plan.resident)
+                })
+            };
+            if stays {
+                let streamed = if self.pin_span(span, &stream)? { Streamed::All } else { Streamed::None };
+                let unit = self.layout.spans()[span as usize].unit;
+                Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
+            }
+        }
+        Ok(())
+    }
+
     /// Gives back up to `bytes` of resident pages, in whole pages, to the device; answers the bytes. Pages
     /// that guards hold stay.
     pub fn unload(&self, bytes: u64) -> Result<u64, PagerError> {
@@ -289,6 +309,10 @@ impl PagedModel {
             let streamed = if self.pin_span(spans.start, stream)? { Streamed::All } else { Streamed::None };
             return Ok(Pinned { unit, spans, streamed });
         }
+        if self.pin_all_if_resident(&spans) {
+            self.hits.add(stream.slot());
+            return Ok(Pinned { unit, spans, streamed: Streamed::None });
+        }
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
         for span in spans.clone() {
@@ -304,6 +328,19 @@ impl PagedModel {
         let streamed =
             if streamed.iter().any(|slow| *slow) { Streamed::Some(streamed) } else { Streamed::None };
         Ok(Pinned { unit, spans, streamed })
+    }
+
+    /// The hit of a unit of several spans: all or none.
+    fn pin_all_if_resident(&self, spans: &std::ops::Range<u32>) -> bool {
+        for span in spans.clone() {
+            if !self.word(span).pin_if_resident() {
+                for pinned in spans.start..span {
+                    self.word(pinned).unpin();
+                }
+                return false;
+            }
+        }
+        true
     }
 
     /// Pins a span; answers whether its release goes the slow way.

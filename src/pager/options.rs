@@ -49,6 +49,6 @@ pub struct ModelOptions {
     /// The type that float tensors have on the device; `None` keeps each tensor's own.
     pub compute: Option<Dtype>,
     /// A unit of more bytes than this is cut into pieces, runs of rows of its first dimension; `None`
-    /// takes a quarter of what the card can give.
+    /// takes a sixteenth of what the card can give.
     pub piece_bytes: Option<u64>,
 }

@@ -98,6 +98,8 @@ pub(crate) struct OrderLearner {
     seen: Vec<u32>,
     pass: u32,
     recorded: Vec<u32>,
+    /// The pass before, if it went in another order than the known one.
+    candidate: Vec<u32>,
 }
 
 /// What a fault told the learner.
@@ -117,12 +119,7 @@ const STRAY: u32 = 16;
 
 impl OrderLearner {
     pub(crate) fn new(spans: usize) -> Self {
-        Self { seen: vec![0; spans], pass: 1, recorded: Vec::with_capacity(spans) }
-    }
-
-    /// The pass that is running, from 1.
-    pub(crate) fn pass(&self) -> u32 {
-        self.pass
+        Self { seen: vec![0; spans], pass: 1, recorded: Vec::with_capacity(spans), candidate: Vec::new() }
     }
 
     /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in
@@ -134,16 +131,40 @@ impl OrderLearner {
             self.recorded.push(span);
             return Learned::Nothing;
         }
-        self.pass = self.pass.wrapping_add(1).max(1);
+        let first = self.pass == 1;
+        self.pass = self.pass.wrapping_add(1).max(2);
         *seen = self.pass;
-        let learned = match reordered(known, &self.recorded) {
-            Some(order) => Learned::NewOrder(order),
+        let mut recorded = std::mem::take(&mut self.recorded);
+        let learned = match reordered(known, &recorded) {
+            // The first pass is believed at once. Later ones only if two in a row agree: threads that share
+            // a model take its units in a slightly different order each time.
+            Some(order) if first || agree(&self.candidate, &recorded) => Learned::NewOrder(order),
+            Some(_) => {
+                std::mem::swap(&mut self.candidate, &mut recorded);
+                Learned::PassEnded
+            }
             None => Learned::PassEnded,
         };
-        self.recorded.clear();
-        self.recorded.push(span);
+        recorded.clear();
+        recorded.push(span);
+        self.recorded = recorded;
         learned
     }
+}
+
+/// Whether two passes went in one order; what only one of them saw does not count.
+fn agree(one: &[u32], other: &[u32]) -> bool {
+    if one.is_empty() {
+        return false;
+    }
+    let places: std::collections::HashMap<u32, usize> =
+        one.iter().enumerate().map(|(place, &span)| (span, place)).collect();
+    let mut last = None;
+    other.iter().filter_map(|span| places.get(span)).all(|&place| {
+        let ascending = last.is_none_or(|last| place > last);
+        last = Some(place);
+        ascending
+    })
 }
 
 /// The known order with the recorded spans put in the order seen, in the places that they held among
@@ -222,6 +243,26 @@ mod tests {
             learner.note(span, &known);
         }
         assert_eq!(learner.note(3, &known), Learned::NewOrder(vec![3, 1, 0, 2]));
+    }
+
+    #[test]
+    fn a_later_order_is_believed_when_it_comes_twice() {
+        let mut known = order((0..4).collect());
+        let mut learner = OrderLearner::new(4);
+        let mut pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
+            spans
+                .map(|span| learner.note(span, known))
+                .into_iter()
+                .find(|learned| *learned != Learned::Nothing)
+        };
+        assert_eq!(pass(&mut learner, &known, [0, 1, 2, 3]), None);
+        assert_eq!(pass(&mut learner, &known, [3, 1, 0, 2]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+        let learned = pass(&mut learner, &known, [3, 0, 1, 2]);
+        assert_eq!(learned, Some(Learned::NewOrder(vec![3, 0, 1, 2])));
+        known = order(vec![3, 0, 1, 2]);
+        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
     }
 
     #[test]

@@ -50,7 +50,7 @@ pub struct PagerFigures {
     pub ring_bytes: u64,
     /// Bytes of frames without a page.
     pub idle_bytes: u64,
-    /// The most bytes of frames that there were at once.
+    /// The most bytes of frames and activation pool that there were at once.
     pub peak_bytes: u64,
     /// Bytes that frames and ring may take, at the last look.
     pub budget_bytes: u64,
@@ -148,7 +148,7 @@ impl Pager {
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
         let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let piece_bytes = options.piece_bytes.unwrap_or(total / 4).max(core.page_bytes);
+        let piece_bytes = options.piece_bytes.unwrap_or(total / 16).max(core.page_bytes);
         let layout = Arc::new(PageLayout::new(
             &index,
             &LayoutOptions { page_bytes: core.page_bytes, piece_bytes, compute: options.compute },
@@ -171,7 +171,6 @@ impl Pager {
             index: Arc::clone(&index),
             layout: Arc::clone(&layout),
             words: Arc::clone(&words),
-            hits: Arc::clone(&hits),
             range,
             pages: vec![Page::ABSENT; pages as usize],
             order,
@@ -231,7 +230,10 @@ impl Pager {
             }
             Ok(allocation) => {
                 // The pool may have grown into what the pager meant to use.
-                self.core.control.lock().budget_read_at = None;
+                let mut control = self.core.control.lock();
+                control.budget_read_at = None;
+                control.frames.note_pool(self.core.device.pool_figures()?.reserved);
+                drop(control);
                 Ok(allocation)
             }
             Err(error) => Err(error.into()),
@@ -278,7 +280,7 @@ impl Pager {
             resident_bytes: u64::from(control.resident_pages()) * page,
             ring_bytes: u64::from(control.frames.ring_frames()) * page,
             idle_bytes: u64::from(control.frames.idle()) * page,
-            peak_bytes: u64::from(control.frames.peak()) * page,
+            peak_bytes: control.frames.peak_bytes(),
             budget_bytes: u64::from(control.budget) * page,
             headroom_bytes: self.core.headroom(),
             staging: self.core.arena.figures(),

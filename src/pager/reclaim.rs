@@ -40,6 +40,7 @@ pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) ->
     }
     let figures = core.device.memory()?;
     control.budget_read_at = Some(now);
+    control.frames.note_pool(core.device.pool_figures()?.reserved);
     let ours = u64::from(control.frames.count()) * core.page_bytes;
     let bytes = (figures.free + ours).saturating_sub(core.headroom());
     control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);

@@ -15,7 +15,7 @@ use super::error::PagerError;
 use super::guard::TensorView;
 use super::model::PagedModel;
 use super::streams::PagerStream;
-use crate::device::{DeviceError, KernelArg, KernelArgs, KernelId, Launch, PoolAllocation, checksum};
+use crate::device::{KernelId, PoolAllocation, checksum, checksum_launch};
 use crate::weights::TensorId;
 
 /// A tensor whose bytes on the card were not those of the file.
@@ -122,18 +122,7 @@ impl Check<'_> {
                     why: format!("more than {CHECK_CAPACITY} tensors before they were compared"),
                 });
             };
-            let args = [KernelArg::Read(view.range()), KernelArg::U64(0), KernelArg::Write(sum)];
-            let args = KernelArgs::new(&args).ok_or_else(|| DeviceError::InvalidArgument {
-                call: "checksum",
-                why: "too many arguments".to_owned(),
-            })?;
-            let launch = Launch {
-                kernel: self.verifier.kernel,
-                grid: [grid(view.bytes), 1, 1],
-                block: [256, 1, 1],
-                shared_bytes: 0,
-                args,
-            };
+            let launch = checksum_launch(self.verifier.kernel, view.range(), 0, sum);
             // SAFETY: the caller holds a guard of these addresses on this stream and releases it after this
             // launch; the sum lies in our allocation.
             unsafe { self.stream.launch(&launch)? };
@@ -164,9 +153,4 @@ impl Check<'_> {
         }
         Ok(mismatches)
     }
-}
-
-/// Blocks for `bytes` bytes: one thread a word, at most a few waves of a card.
-fn grid(bytes: u64) -> u32 {
-    u32::try_from(bytes.div_ceil(8 * 256)).unwrap_or(u32::MAX).clamp(1, 4096)
 }

@@ -189,11 +189,6 @@ impl SpanWord {
         }
     }
 
-    /// The streams that used the span, as bits, and forgets them. The caller took the span.
-    pub(crate) fn take_used(&self) -> u64 {
-        self.used.swap(0, Ordering::AcqRel)
-    }
-
     /// The streams that used the span, as bits.
     pub(crate) fn used(&self) -> u64 {
         self.used.load(Ordering::Acquire)
@@ -230,7 +225,6 @@ mod tests {
         assert!(word.try_leave());
         assert!(!word.pin_if_resident());
         assert_eq!(word.view().state(), SpanState::Leaving);
-        assert_eq!(word.take_used(), 1 << 5);
-        assert_eq!(word.used(), 0);
+        assert_eq!(word.used(), 1 << 5);
     }
 }

@@ -1,1 +1,23 @@
-//! patcher
+//! What the memory manager can load: the [`ModelPatcher`] trait and its implementations.
+//!
+//! A patcher is a handle to one model's weights together with the patches that apply to them. The manager
+//! asks it how large it is and how much of it is on its card, and tells it to load more, give some back
+//! or leave. Several handles (clones) may share one set of weights.
+//!
+//! Owns the trait, the values that pass through it, and the patchers that come with the crate:
+//! [`PagedPatcher`] is a model of the pager, [`SizedModel`] a model that is nothing but sizes, for replays and tests.
+//!
+//! Locking: a patcher takes `&self` and locks for itself. The manager holds none of its short locks while
+//! it calls one; see [`ModelPatcher`] for what a patcher may do from inside such a call.
+//!
+//! May import: units, device, weights, staging, transfer, pager.
+
+#![deny(unsafe_code)]
+
+mod dynamic;
+mod model;
+mod sized;
+
+pub use dynamic::PagedPatcher;
+pub use model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
+pub use sized::{SizedCard, SizedModel, SizedSpec};

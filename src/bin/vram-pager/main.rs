@@ -9,6 +9,8 @@ mod inspect;
 mod interrupt;
 mod layouts;
 mod output;
+mod replay;
+mod run;
 mod synth;
 
 use std::process::ExitCode;
@@ -33,16 +35,22 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(run::DemoArgs),
+    Run(run::Args),
     Inspect(inspect::Args),
     Synth(synth::Args),
+    Replay(replay::ReplayArgs),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     output::start_log();
     let result = interrupt::install().and_then(|()| match &cli.command {
+        Command::Demo(args) => run::demo(args, cli.json),
+        Command::Run(args) => run::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
+        Command::Replay(args) => replay::run(args).map_err(Failure::from),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -84,6 +84,25 @@ struct Report {
 
 /// Runs the subcommand.
 pub(crate) fn run(args: &Args, json: bool) -> Outcome {
+    let started = Instant::now();
+    let report = write(args)?;
+    if json {
+        return output::print_json(&report);
+    }
+    output::print(|out| {
+        writeln!(
+            out,
+            "wrote {}: {}, {} in {:.1} s",
+            output::printable(&report.file),
+            output::count(report.tensors, "tensor"),
+            format_size(report.bytes),
+            started.elapsed().as_secs_f64()
+        )
+    })
+}
+
+/// Makes the file.
+fn write(args: &Args) -> Result<Report, Failure> {
     let (mut tensors, source) = match (&args.like, &args.layout) {
         (Some(model), _) => (model.tensors(), model.name().to_owned()),
         (None, Some(file)) => (read_layout(file)?, file.display().to_string()),
@@ -96,7 +115,6 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     let (header, total_bytes) = header(&tensors, &source, args)?;
     refuse_existing(&args.out, args.force)?;
 
-    let started = Instant::now();
     let mut file = Unfinished::create(&args.out)?;
     let bytes = header.len() as u64 + total_bytes;
     let bar = progress(bytes);
@@ -106,7 +124,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     interrupt::check()?;
     file.finish(args.force)?;
 
-    let report = Report {
+    Ok(Report {
         file: args.out.display().to_string(),
         bytes,
         data_start: header.len() as u64,
@@ -114,20 +132,13 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
         tensors: tensors.len(),
         seed: args.seed,
         scale: args.scale,
-    };
-    if json {
-        return output::print_json(&report);
-    }
-    output::print(|out| {
-        writeln!(
-            out,
-            "wrote {}: {}, {} in {:.1} s",
-            output::printable(&report.file),
-            output::count(report.tensors, "tensor"),
-            format_size(bytes),
-            started.elapsed().as_secs_f64()
-        )
     })
+}
+
+/// Writes a scaled model to `out`, replacing what is there; answers the bytes of its tensors.
+pub(crate) fn write_model(model: Model, scale: f64, seed: u64, out: &Path) -> Result<u64, Failure> {
+    let args = Args { like: Some(model), layout: None, scale, seed, out: out.to_owned(), force: true };
+    Ok(write(&args)?.total_bytes)
 }
 
 /// Reads a tensor list of the user's own.

@@ -1,10 +1,23 @@
-//! Kernel launches as plain values, and their host twins.
+//! Kernel launches as plain values, and the crate's own kernels with their host twins.
 //!
 //! A launch names its kernel, grid and arguments and fits in a queue entry without allocation. Each
-//! address among the arguments is a whole range, so that a device can check what the kernel will touch.
-//! Owns the crate's own twins; takes no lock.
+//! address among the arguments is a whole range, so that a device can check what the kernel will touch; a
+//! card's kernel gets only the address, so one that needs a length takes it as an argument of its own.
+//!
+//! The code for a card is CUDA C in the folder `kernels/`, with the PTX that was made of it. Each kernel
+//! has a twin here, in the same arithmetic, and the two give the same bits. Takes no lock.
+
+mod cast;
+mod checksum;
+mod numeric;
+mod patch;
 
 use std::fmt;
+
+pub use cast::{cast, cast_kernel, cast_launch};
+pub use checksum::{checksum, checksum_launch};
+pub use numeric::FloatType;
+pub use patch::{PatchPart, patch, patch_kernel, patch_launch};
 
 use super::KernelId;
 use crate::units::DeviceRange;
@@ -101,47 +114,29 @@ pub struct KernelModule {
 
 /// The crate's own kernels.
 pub(super) fn builtin() -> KernelModule {
-    KernelModule { name: "vram-pager", ptx: None, kernels: vec![("checksum", checksum_twin)] }
+    let mut kernels: Vec<(&'static str, HostTwin)> = vec![("checksum", checksum::twin)];
+    kernels.extend(cast::twins());
+    kernels.extend(patch::twins());
+    KernelModule { name: "vram-pager", ptx: Some(include_str!("../../../kernels/vram_pager.ptx")), kernels }
 }
 
-/// The checksum that the `checksum` kernel computes, over host bytes.
-///
-/// The bytes are taken as little-endian 64-bit words from `first_word` on, the last one padded with
-/// zeros; each is mixed with its place, and the results are added. So parts of a buffer that begin at a
-/// multiple of eight bytes can be summed apart and added, in any order.
-pub fn checksum(bytes: &[u8], first_word: u64) -> u64 {
-    let mix = |place: u64, word: u64| {
-        let mut x = word ^ place.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
-    };
-    let mut sum = 0_u64;
-    let mut place = first_word;
-    let (words, rest) = bytes.as_chunks::<8>();
-    for word in words {
-        sum = sum.wrapping_add(mix(place, u64::from_le_bytes(*word)));
-        place = place.wrapping_add(1);
-    }
-    if !rest.is_empty() {
-        let mut last = [0_u8; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        sum = sum.wrapping_add(mix(place, u64::from_le_bytes(last)));
-    }
-    sum
-}
+/// Threads of a block in the crate's own launches.
+const BLOCK: u32 = 256;
 
-/// `checksum(bytes: Read, first_word: U64, sum: Write(8 bytes))`: adds the checksum to `sum`.
-fn checksum_twin(args: &mut [TwinArg<'_>]) -> Result<(), String> {
-    let [TwinArg::Read(bytes), TwinArg::U64(first_word), TwinArg::Write(sum)] = args else {
-        return Err("checksum takes (bytes: Read, first_word: U64, sum: Write)".to_owned());
-    };
-    let Ok(old) = <[u8; 8]>::try_from(&**sum) else {
-        return Err(format!("checksum writes 8 bytes, its target has {}", sum.len()));
-    };
-    let new = u64::from_le_bytes(old).wrapping_add(checksum(bytes, *first_word));
-    sum.copy_from_slice(&new.to_le_bytes());
-    Ok(())
+/// The most blocks in them: enough to fill every card; each thread takes as many elements as it must.
+const MOST_BLOCKS: u64 = 8192;
+
+/// A launch over `items` independent items.
+fn flat_launch(kernel: KernelId, items: u64, args: &[KernelArg]) -> Launch {
+    let blocks = items.div_ceil(u64::from(BLOCK)).clamp(1, MOST_BLOCKS);
+    Launch {
+        kernel,
+        grid: [u32::try_from(blocks).unwrap_or(1), 1, 1],
+        block: [BLOCK, 1, 1],
+        shared_bytes: 0,
+        args: KernelArgs::new(args)
+            .unwrap_or(KernelArgs { args: [KernelArg::U32(0); MAX_KERNEL_ARGS], len: 0 }),
+    }
 }
 
 #[cfg(test)]
@@ -149,26 +144,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_of_parts_add_up() {
-        let bytes: Vec<u8> = (0..1003_u32).map(|i| (i * 7 % 251) as u8).collect();
-        let whole = checksum(&bytes, 0);
-        let parts = checksum(&bytes[..496], 0).wrapping_add(checksum(&bytes[496..], 62));
-        assert_eq!(whole, parts);
-    }
-
-    #[test]
-    fn a_checksum_sees_a_swap_and_a_flip() {
-        let mut bytes = vec![0_u8; 64];
-        let zeros = checksum(&bytes, 0);
-        bytes[3] = 1;
-        let first = checksum(&bytes, 0);
-        bytes.swap(3, 11);
-        assert!(zeros != first && first != checksum(&bytes, 0) && zeros != checksum(&bytes, 0));
-    }
-
-    #[test]
     fn a_launch_takes_at_most_its_arguments() {
         assert!(KernelArgs::new(&[KernelArg::U32(1); MAX_KERNEL_ARGS]).is_some());
         assert!(KernelArgs::new(&[KernelArg::U32(1); MAX_KERNEL_ARGS + 1]).is_none());
+    }
+
+    #[test]
+    fn the_code_for_a_card_holds_exactly_the_kernels_that_have_twins() {
+        let module = builtin();
+        let ptx = module.ptx.unwrap();
+        let mut entries: Vec<&str> = ptx
+            .lines()
+            .filter_map(|line| line.split_once(".entry ").map(|(_, name)| name.trim_end_matches('(').trim()))
+            .collect();
+        let mut twins: Vec<&str> = module.kernels.iter().map(|(name, _)| *name).collect();
+        entries.sort_unstable();
+        twins.sort_unstable();
+        assert_eq!(entries, twins);
+        assert!(ptx.contains(".version 8.0") && ptx.contains(".target sm_75"));
+    }
+
+    #[test]
+    fn a_launch_covers_every_item_and_is_never_empty() {
+        assert_eq!(flat_launch(KernelId(0), 0, &[]).grid, [1, 1, 1]);
+        assert_eq!(flat_launch(KernelId(0), 257, &[]).grid, [2, 1, 1]);
+        assert_eq!(flat_launch(KernelId(0), u64::MAX, &[]).grid, [8192, 1, 1]);
     }
 }

@@ -4,7 +4,8 @@
 //! A row is a layout on a card that is smaller than it; its ratio is the slowest of passes 3 to 6 over
 //! `max(compute, (weights - (card - headroom)) / link)`.
 //!
-//! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default]`; a word selects rows
+//! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default] [--ring=PARTS]
+//! [--log]`; a word selects rows
 //! (`FLUX`, `2x`, `even`).
 
 mod common;
@@ -16,7 +17,7 @@ use common::card::{LINK, Setup, Spread, addresses, compute, pass};
 use common::models::{Layout, ModelFile};
 use common::table::{Args, Report, Row};
 use serde::Serialize;
-use vram_pager::pager::PagerOptions;
+use vram_pager::pager::{PagerOptions, RingSize};
 
 #[derive(Serialize)]
 struct Overlap {
@@ -34,6 +35,8 @@ struct Overlap {
     copied_bytes: u64,
     missing_bytes: u64,
     ring_bytes: u64,
+    /// Bytes of pages that no tensor uses.
+    padding_bytes: u64,
     largest_part_bytes: u64,
     map_calls: u64,
     addresses_kept: bool,
@@ -51,6 +54,7 @@ impl Row for Overlap {
         ("bound ms", 8),
         ("copied/missing", 14),
         ("ring/part", 9),
+        ("padding/missing", 15),
         ("maps", 5),
         ("passes 1-6", 42),
     ];
@@ -68,6 +72,7 @@ impl Row for Overlap {
             format!("{:.1}", self.bound_ms),
             format!("{:.3}", self.copied_bytes as f64 / self.missing_bytes as f64),
             format!("{:.2}", self.ring_bytes as f64 / self.largest_part_bytes.max(1) as f64),
+            format!("{:.3}", self.padding_bytes as f64 / self.missing_bytes as f64),
             self.map_calls.to_string(),
             self.passes.iter().map(|ratio| format!("{ratio:6.3}")).collect::<Vec<_>>().join(" "),
         ]
@@ -89,11 +94,14 @@ fn main() -> Outcome {
         (Layout::Llama, 1.15),
         (Layout::Large, 1.20),
     ];
+    // The logarithmic spread is shown on request: no limit was set for it.
+    let spreads: &[Spread] =
+        if report.args().has("--log") { &[Spread::Logarithmic] } else { &[Spread::Even, Spread::Uneven] };
     for (layout, limit) in layouts {
         let mut file = None;
         for weights in [1.05, 1.25, 2.0, 4.0] {
             for ratio in [0.25, 1.0, 4.0] {
-                for spread in [Spread::Even, Spread::Uneven] {
+                for &spread in spreads {
                     let name = format!("{} {weights}x c{ratio} {}", layout.name(), spread.name());
                     if !report.args().wants(&name) {
                         continue;
@@ -135,7 +143,11 @@ fn row(
     let weights = file.bytes();
     let card = (weights as f64 / weights_per_card) as u64;
     let headroom_bytes = (args.value("--headroom") != Some("default")).then_some(0);
-    let setup = Setup::hollow(file, card, PagerOptions { headroom_bytes, ..PagerOptions::default() })?;
+    let mut options = PagerOptions { headroom_bytes, ..PagerOptions::default() };
+    if let Some(parts) = args.value("--ring") {
+        options.ring = RingSize::Parts(parts.parse()?);
+    }
+    let setup = Setup::hollow(file, card, options)?;
     let figures = setup.pager.figures();
     let missing = weights - (setup.shared().info().total_bytes - figures.headroom_bytes);
     let link = LINK.duration(missing);
@@ -163,6 +175,7 @@ fn row(
         copied_bytes: steady.iter().map(|pass| pass.copied_bytes).max().unwrap_or(0),
         missing_bytes: missing,
         ring_bytes: setup.pager.figures().ring_bytes,
+        padding_bytes: u64::from(setup.model.figures().pages) * figures.page_bytes - weights,
         largest_part_bytes: setup.model.figures().largest_streamed_part_bytes,
         map_calls: steady.iter().map(|pass| pass.map_calls).sum(),
         addresses_kept: before == addresses(&setup.model),

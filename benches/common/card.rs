@@ -97,8 +97,10 @@ pub fn pass(model: &PagedModel, stream: &PagerStream, compute: &[Duration]) -> O
 pub enum Spread {
     /// As their bytes.
     Even,
-    /// As their bytes times a seeded factor of 0.25 to 4 each.
+    /// As their bytes times a seeded factor of 0.25 to 4 each, even in the factor.
     Uneven,
+    /// The same, even in the factor's logarithm: more units are far from the mean.
+    Logarithmic,
 }
 
 impl Spread {
@@ -106,6 +108,7 @@ impl Spread {
         match self {
             Self::Even => "even",
             Self::Uneven => "uneven",
+            Self::Logarithmic => "log",
         }
     }
 }
@@ -122,7 +125,8 @@ pub fn compute(model: &PagedModel, total: Duration, spread: Spread) -> Vec<Durat
             let bytes = (unit.bytes.end - unit.bytes.start) as f64;
             match spread {
                 Spread::Even => bytes,
-                Spread::Uneven => bytes * 0.25 * 16_f64.powf(numbers.fraction()),
+                Spread::Uneven => bytes * (0.25 + 3.75 * numbers.fraction()),
+                Spread::Logarithmic => bytes * 0.25 * 16_f64.powf(numbers.fraction()),
             }
         })
         .collect();

@@ -153,6 +153,11 @@ fn row(
     let link = LINK.duration(missing);
     let total = link.mul_f64(compute_per_link);
     let compute = compute(&setup.model, total, spread);
+    if args.value("--hint") != Some("none") {
+        // What the runner knows: the compute of a pass, not how it is spread.
+        let per_gib = total.mul_f64((1_u64 << 30) as f64 / weights as f64);
+        setup.model.set_compute_per_gib(Some(per_gib))?;
+    }
     let bound = total.max(link);
     let before = addresses(&setup.model);
     let mut passes = Vec::new();

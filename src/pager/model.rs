@@ -218,6 +218,20 @@ impl PagedModel {
         reclaim::replan(core, &mut control, self.id, false)
     }
 
+    /// Tells how long the compute of a pass takes per GiB of weights, see
+    /// [`super::ModelOptions::compute_per_gib`].
+    pub fn set_compute_per_gib(&self, compute: Option<Duration>) -> Result<(), PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        if model.compute_per_gib == compute {
+            return Ok(());
+        }
+        model.compute_per_gib = compute;
+        model.chosen_frames = None;
+        reclaim::replan(core, &mut control, self.id, true)
+    }
+
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
     pub fn prefetch_all(&self) -> Result<(), PagerError> {
         let stream = self.pager.stream()?;

@@ -201,6 +201,7 @@ impl Pager {
             plan: Plan::default(),
             choice: Choice { whole: Vec::new(), ring: core.options.ring },
             chosen_frames: None,
+            compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
             dealt_ring: u32::MAX,

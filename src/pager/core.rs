@@ -66,6 +66,12 @@ pub(super) struct Control {
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
+    /// Faults that claim or wait for bytes, and guards of streamed spans.
+    pub(super) under_way: u32,
+    /// Whether a fault waits for ring frames: what comes free is for it, not for prefetch.
+    pub(super) refused: bool,
+    /// Whether a fault had to make the ring larger since a pass ended.
+    pub(super) ring_grew: bool,
 }
 
 /// Where a page is and where it belongs.
@@ -128,6 +134,8 @@ pub(super) struct ModelState {
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,
     pub(super) said_pieces: bool,
+    /// Pages whose mapping was made but not yet made accessible, after a failure.
+    pub(super) inaccessible: HashSet<u32>,
 }
 
 impl Core {
@@ -217,6 +225,10 @@ impl Control {
         }
         if more > 0 {
             names.push(format!("{more} more"));
+        }
+        if names.is_empty() {
+            // Its pins were given back since the claim met them.
+            names.push("another fault".to_owned());
         }
         names
     }

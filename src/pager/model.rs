@@ -9,6 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::claim::Patience;
 use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -22,6 +23,9 @@ use super::word::SpanWord;
 use crate::sync::Padded;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
+
+/// How long a fault that may wait does so before it takes memory that others still need.
+const PATIENCE: Duration = Duration::from_millis(10);
 
 /// A model whose weights are faulted to a card.
 ///
@@ -100,7 +104,7 @@ impl PagedModel {
     /// [`PagerError::Held`] if guards hold memory that it needs; [`PagerError::NeverFits`] if the unit is
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
-        Ok(Guard::new(self, stream, self.pin_unit(unit, stream)?))
+        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, Patience::None)?))
     }
 
     /// As [`Self::fault`], by the unit's name.
@@ -114,7 +118,7 @@ impl PagedModel {
         unit: UnitId,
         stream: &Arc<PagerStream>,
     ) -> Result<OwnedGuard, PagerError> {
-        let pinned = self.pin_unit(unit, stream)?;
+        let pinned = self.pin_unit(unit, stream, Patience::None)?;
         Ok(OwnedGuard::new(Arc::clone(self), Arc::clone(stream), pinned))
     }
 
@@ -126,7 +130,9 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, || self.fault(unit, stream))
+        self.when_free(deadline, |patience| {
+            Ok(Guard::new(self, stream, self.pin_unit(unit, stream, patience)?))
+        })
     }
 
     /// The pieces of a unit: 1 for all but those that are too large for the card.
@@ -142,13 +148,7 @@ impl PagedModel {
         piece: u32,
         stream: &'m PagerStream,
     ) -> Result<Guard<'m>, PagerError> {
-        self.check_stream(stream)?;
-        let spans = self.spans(unit)?;
-        let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
-            return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
-        };
-        let streamed = if self.pin_span(span, stream)? { Streamed::All } else { Streamed::None };
-        Ok(Guard::new(self, stream, Pinned { unit, spans: span..span + 1, streamed }))
+        self.pin_piece(unit, piece, stream, Patience::None)
     }
 
     /// As [`Self::fault_piece`], waiting for others as [`Self::fault_when_free`].
@@ -159,7 +159,7 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, || self.fault_piece(unit, piece, stream))
+        self.when_free(deadline, |patience| self.pin_piece(unit, piece, stream, patience))
     }
 
     /// Brings some rows of a tensor's first dimension to the card, packed one after the other in the order
@@ -224,7 +224,11 @@ impl PagedModel {
                 })
             };
             if stays {
-                let streamed = if self.pin_span(span, &stream)? { Streamed::All } else { Streamed::None };
+                let streamed = if self.pin_span(span, &stream, Patience::None)? {
+                    Streamed::All
+                } else {
+                    Streamed::None
+                };
                 let unit = self.layout.spans()[span as usize].unit;
                 Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
             }
@@ -278,14 +282,32 @@ impl PagedModel {
         control.model_mut(self.id).is_some_and(|model| !std::mem::replace(&mut model.said_pieces, true))
     }
 
+    fn pin_piece<'m>(
+        &'m self,
+        unit: UnitId,
+        piece: u32,
+        stream: &'m PagerStream,
+        patience: Patience,
+    ) -> Result<Guard<'m>, PagerError> {
+        self.check_stream(stream)?;
+        let spans = self.spans(unit)?;
+        let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
+            return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
+        };
+        let streamed = if self.pin_span(span, stream, patience)? { Streamed::All } else { Streamed::None };
+        Ok(Guard::new(self, stream, Pinned { unit, spans: span..span + 1, streamed }))
+    }
+
     fn when_free<T>(
         &self,
         deadline: Instant,
-        mut fault: impl FnMut() -> Result<T, PagerError>,
+        mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
         loop {
-            let held = match fault() {
+            // A guard that is held for long must not stop a fault that could go another way.
+            let patience = if began.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
             };
@@ -302,11 +324,12 @@ impl PagedModel {
         }
     }
 
-    fn pin_unit(&self, unit: UnitId, stream: &PagerStream) -> Result<Pinned, PagerError> {
+    fn pin_unit(&self, unit: UnitId, stream: &PagerStream, patience: Patience) -> Result<Pinned, PagerError> {
         self.check_stream(stream)?;
         let spans = self.spans(unit)?;
         if spans.end - spans.start == 1 {
-            let streamed = if self.pin_span(spans.start, stream)? { Streamed::All } else { Streamed::None };
+            let streamed =
+                if self.pin_span(spans.start, stream, patience)? { Streamed::All } else { Streamed::None };
             return Ok(Pinned { unit, spans, streamed });
         }
         if self.pin_all_if_resident(&spans) {
@@ -316,7 +339,7 @@ impl PagedModel {
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
         for span in spans.clone() {
-            match self.pin_span(span, stream) {
+            match self.pin_span(span, stream, patience) {
                 Ok(slow) => streamed.push(slow),
                 Err(error) => {
                     let done = Pinned { unit, spans: spans.start..span, streamed: Streamed::Some(streamed) };
@@ -344,22 +367,26 @@ impl PagedModel {
     }
 
     /// Pins a span; answers whether its release goes the slow way.
-    fn pin_span(&self, span: u32, stream: &PagerStream) -> Result<bool, PagerError> {
+    fn pin_span(&self, span: u32, stream: &PagerStream, patience: Patience) -> Result<bool, PagerError> {
         if self.word(span).pin_if_resident() {
             self.hits.add(stream.slot());
             return Ok(false);
         }
-        fault::fault_span(self.core(), self.id, span, stream)
+        fault::fault_span(self.core(), self.id, span, stream, patience)
     }
 
     /// A unit of several spans is faulted whole: from now on the ring is made for it.
     fn fault_whole(&self, unit: UnitId) -> Result<(), PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
+        let bytes = self.layout.units()[unit.index()].bytes.clone();
+        if u64::from(control.budget) * core.page_bytes < bytes.end - bytes.start {
+            // A refusal should give the figures of now.
+            reclaim::refresh_budget(core, &mut control, true)?;
+        }
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let known = model.whole_units.contains(&unit.0);
-        let bytes = self.layout.units()[unit.index()].bytes.clone();
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) {
             return Err(PagerError::NeverFits {

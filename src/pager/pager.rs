@@ -106,6 +106,9 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             cached_bytes: 0,
+            under_way: 0,
+            refused: false,
+            ring_grew: false,
         };
         let core = Core {
             device: Arc::clone(device),
@@ -191,6 +194,7 @@ impl Pager {
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,
+            inaccessible: HashSet::new(),
         };
         let id = match control.models.iter().position(Option::is_none) {
             Some(place) => {
@@ -220,6 +224,13 @@ impl Pager {
             Err(error) if error.is_out_of_memory() => {
                 {
                     let mut control = self.core.control.lock();
+                    // What could never be had must not empty the card first.
+                    reclaim::refresh_budget(&self.core, &mut control, true)?;
+                    let pool = self.core.device.pool_figures()?;
+                    let idle = pool.reserved.saturating_sub(pool.used);
+                    if bytes > u64::from(control.budget) * self.core.page_bytes + idle {
+                        return Err(error.into());
+                    }
                     // The pool grows in whole pages, and may need one more than the bytes say.
                     reclaim::make_room(&self.core, &mut control, bytes.saturating_add(self.core.page_bytes))?;
                     control.budget_read_at = None;

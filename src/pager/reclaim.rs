@@ -342,6 +342,12 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
     if let Some(model) = control.model_mut(id) {
         model.promoted = true;
     }
+    // A ring that grew around guards, and then went a pass without growing, goes back to its planned size;
+    // the pages that gave up their frames for it come back.
+    let planned = control.models.iter().flatten().map(|model| model.plan.ring).max().unwrap_or(0);
+    if !std::mem::take(&mut control.ring_grew) && control.frames.ring.len() > planned as usize {
+        shrink_ring(control, planned)?;
+    }
     replan(core, control, id, false)
 }
 
@@ -380,10 +386,11 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
     let mut result = Ok(());
-    match streams.fences(used, engine) {
+    // Two tries each: what is not waited for here could not be unmapped, and would be lost for good.
+    match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
         Ok(fences) => {
             for fence in fences {
-                result = result.and(fence.wait());
+                result = result.and(fence.wait().or_else(|_| fence.wait()));
             }
         }
         Err(error) => result = Err(error),
@@ -393,7 +400,7 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
             continue;
         }
         let info = frames.info_mut(entry.frame);
-        result = result.and(info.wait_quiet());
+        result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
         info.mapped -= 1;
         if info.content == (PageKey { model: id, page }) {
             info.clear_content();

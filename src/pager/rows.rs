@@ -113,17 +113,13 @@ pub(super) fn fault_rows<'m>(
     };
     let start = guard.allocation.range().start;
     let capacity = u64::from(core.arena.run_slots()) * core.page_bytes;
-    let rows_each = (capacity / row_bytes).max(1);
+    // Whole rows as far as a buffer takes them; a row that is longer goes in several buffers.
+    let each = if row_bytes <= capacity { capacity / row_bytes * row_bytes } else { capacity };
     let mut done = 0_u64;
-    while done < rows.len() as u64 {
-        if row_bytes > capacity {
-            return Err(PagerError::InvalidArgument {
-                what: "fault_rows",
-                why: format!("a row of {row_bytes} bytes exceeds a staging buffer of {capacity}"),
-            });
-        }
-        let part = rows_each.min(rows.len() as u64 - done);
-        let slots = u32::try_from((part * row_bytes).div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
+    while done < bytes {
+        let row_rest = row_bytes - done % row_bytes;
+        let part = each.min(if row_bytes <= capacity { bytes - done } else { row_rest });
+        let slots = u32::try_from(part.div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
         let mut waits = 0_u32;
         let buffer = core.arena.take_waiting(slots, || {
             waits += 1;
@@ -138,19 +134,24 @@ pub(super) fn fault_rows<'m>(
         };
         let available = if core.device.info().keeps_bytes {
             let target = buffer.bytes_mut()?;
-            let wanted = rows.iter().skip(usize::try_from(done).unwrap_or(usize::MAX));
-            for (row, place) in wanted
-                .zip(target.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX)))
-                .take(usize::try_from(part).unwrap_or(usize::MAX))
-            {
-                let file = &index.files()[info.file as usize];
-                file.read_exact_at(info.offset + row * file_row, place, &info.name)?;
+            let file = &index.files()[info.file as usize];
+            let mut filled = 0;
+            while filled < part {
+                let (row, within) = ((done + filled) / row_bytes, (done + filled) % row_bytes);
+                let length = (row_bytes - within).min(part - filled);
+                let place = usize::try_from(filled).ok().zip(usize::try_from(filled + length).ok());
+                let place = place.and_then(|(start, end)| target.get_mut(start..end));
+                let row = usize::try_from(row).ok().and_then(|row| rows.get(row));
+                // Neither lacks: the part lies in the buffer, and its rows are those asked for.
+                let (Some(place), Some(row)) = (place, row) else { break };
+                file.read_exact_at(info.offset + row * row_bytes + within, place, &info.name)?;
+                filled += length;
             }
-            core.device.schedule_read(part * file_row)
+            core.device.schedule_read(part)
         } else {
             core.device.now()
         };
-        let to = DeviceRange::new(start.offset(done * row_bytes), part * row_bytes);
+        let to = DeviceRange::new(start.offset(done), part);
         // On the runner's own stream, so that what is launched next finds the rows.
         // SAFETY: the source lies in the buffer, which is given this copy's fence below before it is let go;
         // the target lies in the allocation, which the guard frees in the order of the same stream.
@@ -164,8 +165,8 @@ pub(super) fn fault_rows<'m>(
             }
         }
         if let Some(state) = control.model_mut(model.id()) {
-            state.counts.copied_bytes += part * row_bytes;
-            state.counts.file_bytes += part * file_row;
+            state.counts.copied_bytes += part;
+            state.counts.file_bytes += part;
         }
         done += part;
     }

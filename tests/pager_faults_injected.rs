@@ -105,14 +105,16 @@ fn script(card: &EmulatedDevice, device: &SharedDevice, files: &Files, what: &st
     note(pager.set_headroom(0));
     let activation = pager.allocate(&stream, 100 * KIB);
     note(activation.as_ref().map(|_| ()).map_err(Clone::clone));
-    match pager.open_model(files.two.index(), &ModelOptions::default()) {
+    // Lives until the faults are gone: what cannot be unmapped cannot be given back.
+    let second = pager.open_model(files.two.index(), &ModelOptions::default());
+    match &second {
         Ok(two) => {
             note(two.activate(Some(2)));
-            note(pass(&files.bytes_two, &two, &stream, what));
+            note(pass(&files.bytes_two, two, &stream, what));
             note(pass(&files.bytes_one, &one, &stream, what));
             note(two.unload(128 * KIB).map(drop));
         }
-        Err(error) => note(Err(error)),
+        Err(error) => note(Err(error.clone())),
     }
     drop(activation);
     // The same pager, after the failure: a clean run.

@@ -96,14 +96,10 @@ pub(super) fn obtain(
         return Ok(Some(frame));
     }
     if control.frames.count() + reserve < control.budget {
-        match control.frames.create(role) {
-            Ok(frame) => return Ok(Some(frame)),
-            Err(error) if error.is_out_of_memory() => {
-                // Somebody took memory since the last look: the budget was wrong.
-                refresh_budget(core, control, true)?;
-                control.budget = control.budget.min(control.frames.count());
-            }
-            Err(error) => return Err(error.into()),
+        match create(core, control, role)? {
+            Some(frame) => return Ok(Some(frame)),
+            // Somebody took memory since the last look, and there is none.
+            None => control.budget = control.budget.min(control.frames.count()),
         }
     }
     let below = match from {
@@ -113,6 +109,22 @@ pub(super) fn obtain(
     };
     if evict_one(control, below)?.is_some() {
         return Ok(control.frames.take_idle(role));
+    }
+    Ok(None)
+}
+
+/// A new frame within the budget; `None` if the device has no memory after all. Asked twice, since what
+/// somebody took for a moment must not count as gone.
+fn create(core: &Core, control: &mut Control, role: Role) -> Result<Option<u32>, PagerError> {
+    for _ in 0..2 {
+        match control.frames.create(role) {
+            Ok(frame) => return Ok(Some(frame)),
+            Err(error) if error.is_out_of_memory() => refresh_budget(core, control, true)?,
+            Err(error) => return Err(error.into()),
+        }
+        if control.frames.count() >= control.budget {
+            break;
+        }
     }
     Ok(None)
 }

@@ -459,7 +459,7 @@ impl Drop for AddressRange {
                 // SAFETY: the bit says that the page is mapped. The owner of the range waits for the fences
                 // of all work that used it before it drops the range.
                 let unmap = || unsafe { self.device.unmap(at) };
-                // Twice, since a mapping that stays keeps its frame and the whole range for good.
+                // An unmap that failed did nothing, and this is the last chance: one more try.
                 if let Err(error) = unmap().or_else(|_| unmap()) {
                     self.device.defer(error);
                 }

@@ -22,10 +22,11 @@ use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
-use super::plan::Plan;
+use super::patches::{DevicePatches, PatchSet};
+use super::plan::{Choice, Plan};
 use super::streams::StreamTable;
 use super::word::SpanWord;
-use crate::device::{AddressRange, SharedDevice};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
@@ -72,6 +73,8 @@ pub(super) struct Control {
     pub(super) refused: bool,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
+    /// One for each copy stream, where what is cast on the card lands.
+    pub(super) scratch: Vec<PoolAllocation>,
 }
 
 /// Where a page is and where it belongs.
@@ -112,6 +115,10 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
+    /// Which units are kept whole, and the ring's size.
+    pub(super) choice: Choice,
+    /// The frames that the choice was made for.
+    pub(super) chosen_frames: Option<u32>,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
     /// Streamed pages in pass order.
@@ -136,6 +143,10 @@ pub(super) struct ModelState {
     pub(super) said_pieces: bool,
     /// Pages whose mapping was made but not yet made accessible, after a failure.
     pub(super) inaccessible: HashSet<u32>,
+    /// The patches that bytes on the card are made with.
+    pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
+    pub(super) stale: HashSet<u32>,
 }
 
 impl Core {
@@ -279,6 +290,20 @@ impl ModelState {
             }
         }
         groups
+    }
+
+    /// Takes another order of spans, or makes the order of pages anew for what is kept whole.
+    pub(super) fn set_order(&mut self, spans: Vec<u32>) {
+        let layout = &self.layout;
+        let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
+        self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
+        self.dealt_ring = u32::MAX;
+    }
+
+    /// The patches that are attached.
+    pub(super) fn patches(&self) -> Option<&Arc<PatchSet>> {
+        self.attached.as_ref().map(|attached| &attached.set)
     }
 
     /// Whether `span` is the last of a pass that touches `page`.

@@ -7,10 +7,13 @@
 #![expect(unsafe_code, reason = "enqueues copies into an allocation that the guard owns")]
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::error::PagerError;
 use super::model::PagedModel;
+use super::patches::PatchSet;
 use super::streams::PagerStream;
+use super::verify;
 use crate::device::PoolAllocation;
 use crate::units::DeviceRange;
 use crate::weights::{Dtype, TensorId};
@@ -56,6 +59,7 @@ pub(super) fn fault_rows<'m>(
     tensor: TensorId,
     rows: &[u64],
     stream: &'m PagerStream,
+    set: Option<&Arc<PatchSet>>,
 ) -> Result<RowsGuard<'m>, PagerError> {
     let index = model.index();
     let Some(info) = index.tensors().get(tensor.index()) else {
@@ -77,12 +81,6 @@ pub(super) fn fault_rows<'m>(
         return Err(PagerError::InvalidArgument {
             what: "fault_rows",
             why: format!("a row of tensor `{}` is not a whole number of bytes", info.name),
-        });
-    }
-    if place.dtype != info.dtype {
-        return Err(PagerError::InvalidArgument {
-            what: "fault_rows",
-            why: format!("tensor `{}` is cast when it is loaded; rows are only given as stored", info.name),
         });
     }
     let bytes = row_bytes.checked_mul(rows.len() as u64).ok_or_else(|| PagerError::InvalidArgument {
@@ -115,39 +113,41 @@ pub(super) fn fault_rows<'m>(
     let capacity = u64::from(core.arena.run_slots()) * core.page_bytes;
     // Whole rows as far as a buffer takes them; a row that is longer goes in several buffers.
     let each = if row_bytes <= capacity { capacity / row_bytes * row_bytes } else { capacity };
+    // The row at hand, as it is on the card, and its place among those asked for.
+    let mut at_hand: Option<(u64, Vec<u8>)> = None;
     let mut done = 0_u64;
     while done < bytes {
         let row_rest = row_bytes - done % row_bytes;
         let part = each.min(if row_bytes <= capacity { bytes - done } else { row_rest });
         let slots = u32::try_from(part.div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
-        let mut waits = 0_u32;
-        let buffer = core.arena.take_waiting(slots, || {
-            waits += 1;
-            // Kept pages give way after a while; what copies and readers hold comes back by itself.
-            waits < 50 || super::load::drop_one_cached(&mut core.control.lock()) || waits < 1000
-        })?;
-        let Some(mut buffer) = buffer else {
-            return Err(PagerError::InvalidArgument {
-                what: "fault_rows",
-                why: "no staging buffer came free".to_owned(),
-            });
-        };
+        let mut buffer = super::load::take_buffer(core, slots)?;
+        let mut file_bytes = 0;
         let available = if core.device.info().keeps_bytes {
             let target = buffer.bytes_mut()?;
-            let file = &index.files()[info.file as usize];
-            let mut filled = 0;
+            let mut filled = 0_u64;
             while filled < part {
-                let (row, within) = ((done + filled) / row_bytes, (done + filled) % row_bytes);
+                let (number, within) = ((done + filled) / row_bytes, (done + filled) % row_bytes);
                 let length = (row_bytes - within).min(part - filled);
-                let place = usize::try_from(filled).ok().zip(usize::try_from(filled + length).ok());
-                let place = place.and_then(|(start, end)| target.get_mut(start..end));
-                let row = usize::try_from(row).ok().and_then(|row| rows.get(row));
-                // Neither lacks: the part lies in the buffer, and its rows are those asked for.
-                let (Some(place), Some(row)) = (place, row) else { break };
-                file.read_exact_at(info.offset + row * row_bytes + within, place, &info.name)?;
+                let row = match at_hand.take() {
+                    Some((hand, row)) if hand == number => row,
+                    _ => {
+                        let Some(&row) = usize::try_from(number).ok().and_then(|at| rows.get(at)) else {
+                            break;
+                        };
+                        file_bytes += file_row;
+                        verify::rows_on_card(model, tensor, &(row..row + 1), set)?
+                    }
+                };
+                // Neither lacks: the part lies in the buffer, and `length` ends within the row.
+                if let Some(place) = slice_of(filled, length).and_then(|range| target.get_mut(range))
+                    && let Some(from) = slice_of(within, length).and_then(|range| row.get(range))
+                {
+                    place.copy_from_slice(from);
+                }
+                at_hand = Some((number, row));
                 filled += length;
             }
-            core.device.schedule_read(part)
+            core.device.schedule_read(file_bytes)
         } else {
             core.device.now()
         };
@@ -166,9 +166,13 @@ pub(super) fn fault_rows<'m>(
         }
         if let Some(state) = control.model_mut(model.id()) {
             state.counts.copied_bytes += part;
-            state.counts.file_bytes += part;
+            state.counts.file_bytes += file_bytes;
         }
         done += part;
     }
     Ok(guard)
+}
+
+fn slice_of(start: u64, length: u64) -> Option<std::ops::Range<usize>> {
+    Some(usize::try_from(start).ok()?..usize::try_from(start + length).ok()?)
 }

@@ -128,6 +128,20 @@ pub fn pager(device: &SharedDevice, options: PagerOptions) -> Arc<Pager> {
     Pager::new(device, options).unwrap()
 }
 
+/// The bytes of a range of the device.
+#[allow(unsafe_code)]
+pub fn read_back(
+    device: &SharedDevice,
+    range: vram_pager::units::DeviceRange,
+    stream: &PagerStream,
+) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(range.bytes).unwrap()];
+    // SAFETY: the caller holds a guard of the range; the target lives past the wait.
+    unsafe { device.copy_to_host(bytes.as_mut_ptr(), range, stream.id()).unwrap() };
+    stream.synchronize().unwrap();
+    bytes
+}
+
 /// Ends the process with a message if it is not dropped within `seconds`: a hang is a failure that a
 /// person can read, not a test run without end.
 pub struct Watchdog {

@@ -106,6 +106,9 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             cached_bytes: 0,
+            under_way: 0,
+            refused: false,
+            ring_grew: false,
             scratch: Vec::new(),
         };
         let core = Core {
@@ -215,6 +218,7 @@ impl Pager {
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,
+            inaccessible: HashSet::new(),
             attached: None,
             stale: HashSet::new(),
         };
@@ -320,6 +324,13 @@ pub(super) fn allocate_on(
         Err(error) if error.is_out_of_memory() => {
             {
                 let mut control = core.control.lock();
+                // What could never be had must not empty the card first.
+                reclaim::refresh_budget(core, &mut control, true)?;
+                let pool = core.device.pool_figures()?;
+                let idle = pool.reserved.saturating_sub(pool.used);
+                if bytes > u64::from(control.budget) * core.page_bytes + idle {
+                    return Err(error.into());
+                }
                 // The pool grows in whole pages, and may need one more than the bytes say.
                 reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
                 control.budget_read_at = None;

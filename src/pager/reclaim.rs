@@ -102,14 +102,10 @@ pub(super) fn obtain(
         return Ok(Some(frame));
     }
     if control.frames.count() + reserve < control.budget {
-        match control.frames.create(role) {
-            Ok(frame) => return Ok(Some(frame)),
-            Err(error) if error.is_out_of_memory() => {
-                // Somebody took memory since the last look: the budget was wrong.
-                refresh_budget(core, control, true)?;
-                control.budget = control.budget.min(control.frames.count());
-            }
-            Err(error) => return Err(error.into()),
+        match create(core, control, role)? {
+            Some(frame) => return Ok(Some(frame)),
+            // Somebody took memory since the last look, and there is none.
+            None => control.budget = control.budget.min(control.frames.count()),
         }
     }
     let below = match from {
@@ -119,6 +115,22 @@ pub(super) fn obtain(
     };
     if evict_one(control, below)?.is_some() {
         return Ok(control.frames.take_idle(role));
+    }
+    Ok(None)
+}
+
+/// A new frame within the budget; `None` if the device has no memory after all. Asked twice, since what
+/// somebody took for a moment must not count as gone.
+fn create(core: &Core, control: &mut Control, role: Role) -> Result<Option<u32>, PagerError> {
+    for _ in 0..2 {
+        match control.frames.create(role) {
+            Ok(frame) => return Ok(Some(frame)),
+            Err(error) if error.is_out_of_memory() => refresh_budget(core, control, true)?,
+            Err(error) => return Err(error.into()),
+        }
+        if control.frames.count() >= control.budget {
+            break;
+        }
     }
     Ok(None)
 }
@@ -374,6 +386,12 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
     if let Some(model) = control.model_mut(id) {
         model.promoted = true;
     }
+    // A ring that grew around guards, and then went a pass without growing, goes back to its planned size;
+    // the pages that gave up their frames for it come back.
+    let planned = control.models.iter().flatten().map(|model| model.plan.ring).max().unwrap_or(0);
+    if !std::mem::take(&mut control.ring_grew) && control.frames.ring.len() > planned as usize {
+        shrink_ring(control, planned)?;
+    }
     replan(core, control, id, false)
 }
 
@@ -412,10 +430,11 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
     let mut result = Ok(());
-    match streams.fences(used, engine) {
+    // Two tries each: what is not waited for here could not be unmapped, and would be lost for good.
+    match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
         Ok(fences) => {
             for fence in fences {
-                result = result.and(fence.wait());
+                result = result.and(fence.wait().or_else(|_| fence.wait()));
             }
         }
         Err(error) => result = Err(error),
@@ -425,7 +444,7 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
             continue;
         }
         let info = frames.info_mut(entry.frame);
-        result = result.and(info.wait_quiet());
+        result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
         info.mapped -= 1;
         if info.content == (PageKey { model: id, page }) {
             info.clear_content();

@@ -145,7 +145,7 @@ fn row(
     let headroom_bytes = (args.value("--headroom") != Some("default")).then_some(0);
     let mut options = PagerOptions { headroom_bytes, ..PagerOptions::default() };
     if let Some(parts) = args.value("--ring") {
-        options.ring = RingSize::Parts(parts.parse()?);
+        options.ring = RingSize::Quarters((parts.parse::<f64>()? * 4.0) as u32);
     }
     let setup = Setup::hollow(file, card, options)?;
     let figures = setup.pager.figures();

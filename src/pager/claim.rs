@@ -261,7 +261,7 @@ pub(super) fn remap(
     model.pages[page as usize].frame = frame;
     if role == Role::Resident {
         model.resident += 1;
-        model.resident_end = model.resident_end.max(model.order.rank(page) + 1);
+        model.resident_end = model.resident_end.max(model.order.rank(page).saturating_add(1));
     }
     mapped.push(page);
     Ok(())

@@ -12,7 +12,7 @@ use parking_lot::MutexGuard;
 
 use super::attach;
 use super::claim::{self, abandon};
-use super::core::{Control, Core};
+use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load;
@@ -257,14 +257,23 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
         Learned::Nothing => Ok(()),
         Learned::PassEnded => reclaim::pass_ended(core, control, id),
         Learned::NewOrder(spans) => {
-            model.set_order(spans);
-            model.chosen_frames = None;
-            model.dealt_ring = u32::MAX;
+            follow(model, spans);
             tracing::debug!(model = model.name, "learned another order");
             reclaim::pass_ended(core, control, id)?;
             reclaim::replan(core, control, id, true)
         }
+        Learned::Widened(spans) => {
+            follow(model, spans);
+            tracing::debug!(model = model.name, "what was never faulted is faulted now");
+            reclaim::replan(core, control, id, true)
+        }
     }
+}
+
+/// From now on the model's passes go in this order.
+fn follow(model: &mut ModelState, spans: Vec<u32>) {
+    model.set_order(spans);
+    model.chosen_frames = None;
 }
 
 fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {

@@ -25,7 +25,8 @@ pub(crate) struct PassOrder {
 }
 
 impl PassOrder {
-    /// Lays out the order for `spans`, each named once; `pages_of` gives a span's pages.
+    /// Lays out the order for `spans`, each named at most once; `pages_of` gives a span's pages. A span that
+    /// is not named stands outside: its pages, unless another span shares them, have no place in the pass.
     ///
     /// Pages that several spans touch are kept first, since streaming one drags all of its spans along.
     /// Within each kind a page's rank is the van der Corput number of its place in the pass, so that any
@@ -37,7 +38,8 @@ impl PassOrder {
         pages_of: impl Fn(u32) -> Range<u32>,
         whole: &[Range<u32>],
     ) -> Self {
-        let mut span_position = vec![0; spans.len()];
+        let spans_end = spans.iter().max().map_or(0, |last| *last as usize + 1);
+        let mut span_position = vec![u32::MAX; spans_end];
         let mut touched = vec![0_u8; page_count as usize];
         let mut pages = Vec::with_capacity(page_count as usize);
         for (position, &span) in (0..).zip(&spans) {
@@ -80,9 +82,19 @@ impl PassOrder {
         &self.spans
     }
 
-    /// A span's place in the pass.
+    /// A span's place in the pass; 0 for one that stands outside.
     pub(crate) fn position(&self, span: u32) -> u32 {
-        self.span_position.get(span as usize).copied().unwrap_or(0)
+        self.span_position.get(span as usize).copied().filter(|place| *place != u32::MAX).unwrap_or(0)
+    }
+
+    /// Whether a span has a place in the pass.
+    pub(crate) fn contains(&self, span: u32) -> bool {
+        self.span_position.get(span as usize).is_some_and(|place| *place != u32::MAX)
+    }
+
+    /// Whether a page has a place in the pass.
+    pub(crate) fn has_page(&self, page: u32) -> bool {
+        self.rank[page as usize] != u32::MAX
     }
 
     /// Pages in order of first use.
@@ -111,7 +123,12 @@ fn van_der_corput(place: u64, bits: u32) -> u64 {
     if bits == 0 { 0 } else { place.reverse_bits() >> (64 - bits) }
 }
 
-/// Watches faults and says when a pass ends and whether its order is another one.
+/// Watches faults and says when a pass ends, whether its order is another one, and what is never faulted.
+///
+/// A table that is only asked for by rows has spans that nobody faults: room kept for them, and copies
+/// ahead of them, would be lost in every pass. So once a whole pass brought no span for the first time,
+/// spans that were never faulted stand outside of the order; the first fault of one brings all of them
+/// back, until the next such pass.
 #[derive(Debug)]
 pub(crate) struct OrderLearner {
     /// The pass number in which a span was last seen, by span; zero for never.
@@ -120,6 +137,10 @@ pub(crate) struct OrderLearner {
     recorded: Vec<u32>,
     /// The pass before, if it went in another order than the known one.
     candidate: Vec<u32>,
+    /// Spans that were faulted at least once.
+    ever: usize,
+    /// The same when this pass began.
+    ever_before: usize,
 }
 
 /// What a fault told the learner.
@@ -131,6 +152,8 @@ pub(crate) enum Learned {
     PassEnded,
     /// A new pass begins, and the last one went in another order: this one.
     NewOrder(Vec<u32>),
+    /// The pass goes on, with spans that stood outside: this is the order with them in it.
+    Widened(Vec<u32>),
 }
 
 /// How far a span may stray from its place before the order counts as another one: several threads that
@@ -139,7 +162,14 @@ const STRAY: u32 = 16;
 
 impl OrderLearner {
     pub(crate) fn new(spans: usize) -> Self {
-        Self { seen: vec![0; spans], pass: 1, recorded: Vec::with_capacity(spans), candidate: Vec::new() }
+        Self {
+            seen: vec![0; spans],
+            pass: 1,
+            recorded: Vec::with_capacity(spans),
+            candidate: Vec::new(),
+            ever: 0,
+            ever_before: 0,
+        }
     }
 
     /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in
@@ -147,9 +177,11 @@ impl OrderLearner {
     pub(crate) fn note(&mut self, span: u32, known: &PassOrder) -> Learned {
         let Some(seen) = self.seen.get_mut(span as usize) else { return Learned::Nothing };
         if *seen != self.pass {
+            self.ever += usize::from(*seen == 0);
             *seen = self.pass;
+            let before = self.recorded.last().copied();
             self.recorded.push(span);
-            return Learned::Nothing;
+            return if known.contains(span) { Learned::Nothing } else { self.widened(before, known) };
         }
         let first = self.pass == 1;
         self.pass = self.pass.wrapping_add(1).max(2);
@@ -168,7 +200,29 @@ impl OrderLearner {
         recorded.clear();
         recorded.push(span);
         self.recorded = recorded;
-        learned
+        let nothing_new = self.ever == std::mem::replace(&mut self.ever_before, self.ever);
+        if nothing_new && known.spans().len() > self.ever { self.narrowed(learned, known) } else { learned }
+    }
+
+    /// The order with every span in it: those that stood outside come where the pass is now.
+    fn widened(&self, before: Option<u32>, known: &PassOrder) -> Learned {
+        let at = before.filter(|span| known.contains(*span)).map_or(0, |span| known.position(span) + 1);
+        let mut order = known.spans().to_vec();
+        let outside = (0_u32..).zip(&self.seen).map(|(span, _)| span).filter(|span| !known.contains(*span));
+        let rest = order.split_off((at as usize).min(order.len()));
+        order.extend(outside);
+        order.extend(rest);
+        Learned::Widened(order)
+    }
+
+    /// What was learned, without the spans that nobody ever faulted.
+    fn narrowed(&self, learned: Learned, known: &PassOrder) -> Learned {
+        let mut order = match learned {
+            Learned::NewOrder(order) => order,
+            _ => known.spans().to_vec(),
+        };
+        order.retain(|span| self.seen.get(*span as usize).is_some_and(|seen| *seen != 0));
+        Learned::NewOrder(order)
     }
 }
 
@@ -269,7 +323,7 @@ mod tests {
     fn a_later_order_is_believed_when_it_comes_twice() {
         let mut known = order((0..4).collect());
         let mut learner = OrderLearner::new(4);
-        let mut pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
+        let pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
             spans
                 .map(|span| learner.note(span, known))
                 .into_iter()
@@ -304,5 +358,44 @@ mod tests {
             learner.note(pair * 2, &known);
         }
         assert_eq!(learner.note(1, &known), Learned::PassEnded);
+    }
+
+    #[test]
+    fn what_is_never_faulted_leaves_the_order_and_comes_back_with_its_first_fault() {
+        let known = order((0..6).collect());
+        let mut learner = OrderLearner::new(6);
+        // The first pass brings every span that it has for the first time.
+        for span in [0, 1, 4] {
+            assert_eq!(learner.note(span, &known), Learned::Nothing);
+        }
+        assert_eq!(learner.note(0, &known), Learned::PassEnded);
+        for span in [1, 4] {
+            assert_eq!(learner.note(span, &known), Learned::Nothing);
+        }
+        // The second shows that this is all that there is.
+        assert_eq!(learner.note(0, &known), Learned::NewOrder(vec![0, 1, 4]));
+        let known = PassOrder::new(vec![0, 1, 4], 12, |span| span * 2..span * 2 + 2, &[]);
+        assert!(known.contains(4) && !known.contains(2) && !known.contains(5));
+        assert!(known.has_page(9) && !known.has_page(4));
+        assert_eq!(learner.note(1, &known), Learned::Nothing);
+        assert_eq!(learner.note(3, &known), Learned::Widened(vec![0, 1, 2, 3, 5, 4]));
+        let known = order(vec![0, 1, 2, 3, 5, 4]);
+        assert_eq!(learner.note(4, &known), Learned::Nothing);
+        assert_eq!(learner.note(0, &known), Learned::PassEnded);
+        for span in [1, 3, 4] {
+            assert_eq!(learner.note(span, &known), Learned::Nothing);
+        }
+        assert_eq!(learner.note(0, &known), Learned::NewOrder(vec![0, 1, 3, 4]));
+    }
+
+    #[test]
+    fn a_runner_that_faults_each_span_twice_keeps_all_of_them() {
+        let known = order((0..5).collect());
+        let mut learner = OrderLearner::new(5);
+        for span in 0..5 {
+            for _ in 0..2 {
+                assert!(!matches!(learner.note(span, &known), Learned::NewOrder(_)), "{span}");
+            }
+        }
     }
 }

@@ -91,7 +91,8 @@ pub(crate) fn plan(order: &PassOrder, groups: &[Range<u32>], frames: u32, ring: 
 /// The most pages beyond the first `resident` of the keep order that one group has.
 fn largest_part(order: &PassOrder, groups: &[Range<u32>], resident: u32, frames: u32) -> u32 {
     let part = |pages: &Range<u32>| {
-        let streamed = pages.clone().filter(|&page| order.rank(page) >= resident).count();
+        let streamed =
+            pages.clone().filter(|&page| order.has_page(page) && order.rank(page) >= resident).count();
         u32::try_from(streamed).unwrap_or(u32::MAX)
     };
     groups.iter().filter(|pages| pages.end - pages.start <= frames).map(part).max().unwrap_or(0)

@@ -111,7 +111,7 @@ fn main() -> Outcome {
                         None => file.insert(layout.file()?),
                     };
                     // Where compute and link differ by a factor there is room to hide in.
-                    let limit = match (ratio == 1.0, layout) {
+                    let limit = match ((ratio - 1.0_f64).abs() < 0.01, layout) {
                         (true, _) => limit,
                         (false, Layout::Large) => 1.15,
                         (false, _) => 1.05,

@@ -31,7 +31,7 @@ use vram_pager::units::{DeviceRange, ModelTime};
 static HEAP: Counting = Counting;
 
 const PAGE: u64 = 2 << 20;
-const UNIT_PAGES: u64 = 10;
+const UNIT_PAGES: u32 = 10;
 /// Pages of one copy, as the pager's default has it.
 const CHUNK: u32 = 2;
 
@@ -104,8 +104,8 @@ fn main() -> Outcome {
 
 #[expect(clippy::cast_precision_loss, reason = "times of a bench")]
 fn measure(pages: u64) -> Outcome<Scale> {
-    let units = usize::try_from(pages / UNIT_PAGES)?;
-    let file = ModelFile::new(&uniform(units, UNIT_PAGES * PAGE))?;
+    let units = usize::try_from(pages / u64::from(UNIT_PAGES))?;
+    let file = ModelFile::new(&uniform(units, u64::from(UNIT_PAGES) * PAGE))?;
     let repeats = (200_000 / pages).clamp(3, 200);
     let (cold, table, frames) = cold(&file, pages, repeats)?;
     let driver = driver(pages, repeats)?;
@@ -156,17 +156,16 @@ fn driver(pages: u64, repeats: u64) -> Outcome<Duration> {
     let numbers = (0..pages).map(|_| frames.create()).collect::<Result<Vec<_>, _>>()?;
     let stream = Stream::new(&device, StreamPriority::Normal)?;
     let fences = FencePool::new(&device);
-    let unit = u32::try_from(UNIT_PAGES)?;
     let mut fastest = Duration::MAX;
     for _ in 0..repeats {
         let mut range = AddressRange::reserve(&device, usize::try_from(pages)?, PAGE)?;
         let began = Instant::now();
         for first in (0..u32::try_from(pages)?).step_by(UNIT_PAGES as usize) {
-            for page in first..first + unit {
+            for page in first..first + UNIT_PAGES {
                 range.map(page, &frames, numbers[page as usize])?;
             }
-            range.set_access(first, unit)?;
-            for page in (first..first + unit).step_by(CHUNK as usize) {
+            range.set_access(first, UNIT_PAGES)?;
+            for page in (first..first + UNIT_PAGES).step_by(CHUNK as usize) {
                 let to = DeviceRange::new(range.address(page), u64::from(CHUNK) * PAGE);
                 // SAFETY: a card without bytes reads no source; the target was mapped above and stays so.
                 unsafe { device.copy_to_device(to, std::ptr::null(), ModelTime::ZERO, stream.id())? };

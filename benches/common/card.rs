@@ -12,7 +12,7 @@ use vram_pager::weights::UnitId;
 use super::models::ModelFile;
 use super::{Numbers, Outcome};
 
-/// The link of modelled cards, about what PCIe 4 x16 reaches.
+/// The link of modelled cards, about what a card of 2020 reaches.
 pub const LINK: Rate = Rate(25_000_000_000);
 
 /// A card without bytes: addresses, accounts and the clock.

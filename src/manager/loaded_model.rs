@@ -200,6 +200,11 @@ impl LoadedModel {
         self.model_load(budget, false)
     }
 
+    /// Whether the patcher died, so that the entry is an ancestor's or nobody's.
+    pub(super) fn patcher_died(&self) -> bool {
+        self.references() == 0
+    }
+
     /// Strong references to the patcher, all of them others'.
     pub(super) fn references(&self) -> usize {
         self.inner.handle.lock().model.strong_count()

@@ -38,7 +38,7 @@ fn full(entries: u64, dynamic: bool) -> Full {
         SizedModel::new(SizedSpec { label, size: MIB, granule: MIB, dynamic, ..SizedSpec::default() }, &card)
     };
     let models: Vec<_> = (0..entries).map(make).collect();
-    manager.load_models_gpu(&models, LoadOptions::default()).unwrap();
+    manager.load_models_gpu(&models, LoadOptions::default()).expect("sizes always load");
     Full { newcomer: make(entries), manager, models }
 }
 

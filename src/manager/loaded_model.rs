@@ -68,9 +68,13 @@ struct Handle {
 impl LoadedModel {
     /// An entry for `model` on its load device, in no ledger yet.
     pub fn new(model: &Arc<dyn ModelPatcher>) -> Self {
-        let mut ancestors = Vec::new();
+        let mut ancestors: Vec<Weak<dyn ModelPatcher>> = Vec::new();
         let mut next = model.parent();
         while let Some(parent) = next {
+            // A patcher that claims to descend from itself must not keep us here for ever.
+            if ancestors.iter().any(|known| known.as_ptr().cast::<()>() as usize == address_of(&parent)) {
+                break;
+            }
             ancestors.push(Arc::downgrade(&parent));
             next = parent.parent();
         }

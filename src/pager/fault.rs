@@ -51,9 +51,16 @@ pub(super) fn fault_span(
         word.set_state(SpanState::Arriving);
     }
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, &mut count)
-        .and_then(|()| arrive(&mut control, id, span, stream).map_err(PagerError::from))
-    {
+    let brought = match bring(core, &mut control, id, span, &mut count) {
+        // What the activation pool keeps without using it may be the room that is lacking.
+        Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+            Ok(true) => bring(core, &mut control, id, span, &mut count),
+            Ok(false) => Err(error),
+            Err(other) => Err(other),
+        },
+        other => other,
+    };
+    match brought.and_then(|()| arrive(&mut control, id, span, stream).map_err(PagerError::from)) {
         Ok(()) => {}
         Err(error) => {
             abandon(&control, id, span);

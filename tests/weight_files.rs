@@ -3,6 +3,8 @@
 //! The rows of the format's table are checked against the reference implementation in the same breath:
 //! what the two agree on, and the few things that we refuse and it does not.
 
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail the test")]
+
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
@@ -456,7 +458,8 @@ fn a_read_outside_the_file_is_refused_before_it_is_made() {
 
 #[test]
 fn every_change_of_identity_is_noticed() {
-    let changes: [(&str, fn(&mut FileIdentity)); 6] = [
+    type Change = (&'static str, fn(&mut FileIdentity));
+    let changes: [Change; 6] = [
         ("truncated", |now| now.length = 99),
         ("its length", |now| now.length = 101),
         ("its modification time", |now| now.modified.1 += 1),
@@ -466,9 +469,9 @@ fn every_change_of_identity_is_noticed() {
     ];
     for (word, change) in changes {
         let (file, now) = scripted([]);
-        let mut changed = IDENTITY;
-        change(&mut changed);
-        *now.lock().unwrap() = Ok(changed);
+        let mut other = IDENTITY;
+        change(&mut other);
+        *now.lock().unwrap() = Ok(other);
         let error = file.read_exact_at(0, &mut [0; 10], "w").unwrap_err().to_string();
         assert!(error.contains(word), "{word}: {error}");
         let unread = file.check_unchanged("w").unwrap_err().to_string();

@@ -458,7 +458,9 @@ impl Drop for AddressRange {
                 let at = DeviceRange::new(self.range.start.offset(page * self.page_bytes), self.page_bytes);
                 // SAFETY: the bit says that the page is mapped. The owner of the range waits for the fences
                 // of all work that used it before it drops the range.
-                if let Err(error) = unsafe { self.device.unmap(at) } {
+                let unmap = || unsafe { self.device.unmap(at) };
+                // An unmap that failed did nothing, and this is the last chance: one more try.
+                if let Err(error) = unmap().or_else(|_| unmap()) {
                     self.device.defer(error);
                 }
             }

@@ -7,7 +7,7 @@
 
 #![expect(unsafe_code, reason = "unmaps pages after it waited for everything that used them")]
 
-use super::core::{Control, Core, Page};
+use super::core::{Control, Core, ModelState, Page};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
 use super::reclaim::{self, TakeFrom};
@@ -34,6 +34,13 @@ pub(super) fn claim_span(
     let mut claimed = Claimed::default();
     let Some(model) = control.model(id) else { return Ok(claimed) };
     let pages = model.layout.spans()[span as usize].pages.clone();
+    if pages.end - pages.start > control.budget {
+        // Refused before anything is taken for it: a try would empty the card and fail all the same.
+        reclaim::refresh_budget(core, control, true)?;
+        if pages.end - pages.start > control.budget {
+            return Err(never_fits(core, control, id, span));
+        }
+    }
     let mut mapped = Vec::new();
     let mut result = Ok(());
     for page in pages.clone() {
@@ -136,11 +143,13 @@ fn place(
     }
     let wanted = control.frames.ring.get(slot as usize).copied().unwrap_or(NONE);
     let wanted = if wanted == NONE && (slot as usize) < control.frames.ring.len() {
-        let filled = reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)?;
-        if let Some(filled) = filled {
-            control.frames.ring[slot as usize] = filled;
+        match reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)? {
+            Some(filled) => {
+                fill_slot(control, slot, filled);
+                filled
+            }
+            None => NONE,
         }
-        filled.unwrap_or(NONE)
     } else {
         wanted
     };
@@ -154,6 +163,20 @@ fn place(
     let other = divert(core, control, id)?;
     remap(control, id, page, other, mapped)?;
     Ok(Role::Ring)
+}
+
+/// Puts a new ring frame into `slot`, or where there is room: obtaining it may have looked at the card anew
+/// and shrunk the ring meanwhile.
+fn fill_slot(control: &mut Control, slot: u32, frame: u32) {
+    let ring = &mut control.frames.ring;
+    let empty = match ring.get(slot as usize) {
+        Some(&NONE) => Some(slot as usize),
+        _ => ring.iter().position(|&there| there == NONE),
+    };
+    match empty.and_then(|slot| ring.get_mut(slot)) {
+        Some(place) => *place = frame,
+        None => ring.push(frame),
+    }
 }
 
 /// Takes a ring frame from the page whose bytes it holds. `false`, and nothing changed, if a guard holds
@@ -191,10 +214,7 @@ fn divert(core: &Core, control: &mut Control, id: u32) -> Result<u32, PagerError
         }
     }
     if let Some(frame) = reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)? {
-        match control.frames.ring.iter_mut().find(|slot| **slot == NONE) {
-            Some(slot) => *slot = frame,
-            None => control.frames.ring.push(frame),
-        }
+        fill_slot(control, NONE, frame);
         return Ok(frame);
     }
     Err(PagerError::Held {
@@ -202,7 +222,7 @@ fn divert(core: &Core, control: &mut Control, id: u32) -> Result<u32, PagerError
         what: String::new(),
         device: core.device.info().name.clone(),
         need: core.page_bytes,
-        held: control.held_names(),
+        held: Vec::new(),
     })
 }
 
@@ -241,7 +261,7 @@ pub(super) fn remap(
     model.pages[page as usize].frame = frame;
     if role == Role::Resident {
         model.resident += 1;
-        model.resident_end = model.resident_end.max(model.order.rank(page) + 1);
+        model.resident_end = model.resident_end.max(model.order.rank(page).saturating_add(1));
     }
     mapped.push(page);
     Ok(())
@@ -285,42 +305,55 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
 
 /// Completes a refusal with what was asked for, and tells what can never fit from what is held now.
 fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerError) -> PagerError {
-    let PagerError::Held { held, .. } = error else { return error };
-    let Some(model) = control.model(id) else {
-        return PagerError::Held {
-            model: String::new(),
-            what: String::new(),
-            device: String::new(),
-            need: 0,
-            held,
-        };
-    };
+    if !matches!(error, PagerError::Held { .. }) {
+        return error;
+    }
+    let Some(model) = control.model(id) else { return error };
     let place = &model.layout.spans()[span as usize];
     let pages = place.pages.end - place.pages.start;
-    let what = format!("unit {}", model.index.unit_info(place.unit).name);
-    let device = core.device.info().name.clone();
-    let need = u64::from(pages) * core.page_bytes;
-    let limit = u64::from(control.budget) * core.page_bytes;
     // The span itself is pinned by the fault that asks; it is not one that holds.
-    let own = &model.index.unit_info(place.unit).name;
-    let others: Vec<String> = held.into_iter().filter(|name| name != own).collect();
-    if pages > control.budget || others.is_empty() {
-        return PagerError::NeverFits {
-            model: model.name.clone(),
-            what,
-            device,
-            need,
-            limit,
-            holders: control.holders(core, id),
-        };
+    let held = control.held_names(Some((id, span)));
+    if pages > control.budget || held.is_empty() {
+        return never_fits(core, control, id, span);
     }
+    let what = what_of(model, span);
+    let need = u64::from(pages) * core.page_bytes;
+    let device = core.device.info().name.clone();
     let present = place.pages.clone().filter(|&page| control.is_present(id, page)).count() as u64;
     PagerError::Held {
         model: model.name.clone(),
         what,
         device,
         need: need.saturating_sub(present * core.page_bytes),
-        held: others,
+        held,
+    }
+}
+
+/// A span as messages name it.
+fn what_of(model: &ModelState, span: u32) -> String {
+    let unit = model.layout.spans()[span as usize].unit;
+    let name = &model.index.unit_info(unit).name;
+    let spans = &model.layout.units()[unit.index()].spans;
+    if spans.end - spans.start == 1 {
+        format!("unit {name}")
+    } else {
+        format!("piece {} of unit {name}", span - spans.start)
+    }
+}
+
+/// The refusal of a span that is larger than the card can give.
+fn never_fits(core: &Core, control: &Control, id: u32, span: u32) -> PagerError {
+    let (model, what, pages) = control.model(id).map_or_else(Default::default, |model| {
+        let pages = &model.layout.spans()[span as usize].pages;
+        (model.name.clone(), what_of(model, span), pages.end - pages.start)
+    });
+    PagerError::NeverFits {
+        model,
+        what,
+        device: core.device.info().name.clone(),
+        need: u64::from(pages) * core.page_bytes,
+        limit: u64::from(control.budget) * core.page_bytes,
+        holders: control.holders(core, id),
     }
 }
 

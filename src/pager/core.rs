@@ -22,10 +22,11 @@ use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
-use super::plan::Plan;
+use super::patches::{DevicePatches, PatchSet};
+use super::plan::{Choice, Plan};
 use super::streams::StreamTable;
 use super::word::SpanWord;
-use crate::device::{AddressRange, SharedDevice};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
@@ -66,6 +67,8 @@ pub(super) struct Control {
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
+    /// One for each copy stream, where what is cast on the card lands.
+    pub(super) scratch: Vec<PoolAllocation>,
 }
 
 /// Where a page is and where it belongs.
@@ -106,6 +109,10 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
+    /// Which units are kept whole, and the ring's size.
+    pub(super) choice: Choice,
+    /// The frames that the choice was made for.
+    pub(super) chosen_frames: Option<u32>,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
     /// Streamed pages in pass order.
@@ -128,6 +135,10 @@ pub(super) struct ModelState {
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,
     pub(super) said_pieces: bool,
+    /// The patches that bytes on the card are made with.
+    pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
+    pub(super) stale: HashSet<u32>,
 }
 
 impl Core {
@@ -191,25 +202,28 @@ impl Control {
         }
     }
 
-    /// Names of the units that guards hold now, at most a few.
-    pub(super) fn held_names(&self) -> Vec<String> {
+    /// Names of the units, or pieces, that guards hold now, at most a few; `except` is left out.
+    pub(super) fn held_names(&self, except: Option<(u32, u32)>) -> Vec<String> {
         const SHOWN: usize = 8;
         let mut names = Vec::new();
         let mut more = 0_usize;
-        for model in self.models.iter().flatten() {
-            for (span, word) in model.layout.spans().iter().zip(model.words.iter()) {
-                if word.0.view().pins() == 0 {
+        for (id, model) in (0_u32..).zip(&self.models) {
+            let Some(model) = model else { continue };
+            for (number, (span, word)) in (0_u32..).zip(model.layout.spans().iter().zip(model.words.iter())) {
+                if word.0.view().pins() == 0 || except == Some((id, number)) {
+                    continue;
+                }
+                if names.len() == SHOWN {
+                    more += 1;
                     continue;
                 }
                 let name = &model.index.unit_info(span.unit).name;
-                if names.last() == Some(name) {
-                    continue;
-                }
-                if names.len() < SHOWN {
-                    names.push(name.clone());
+                let spans = &model.layout.units()[span.unit.index()].spans;
+                names.push(if spans.end - spans.start == 1 {
+                    name.clone()
                 } else {
-                    more += 1;
-                }
+                    format!("{name} (piece {})", number - spans.start)
+                });
             }
         }
         if more > 0 {
@@ -264,6 +278,20 @@ impl ModelState {
             }
         }
         groups
+    }
+
+    /// Takes another order of spans, or makes the order of pages anew for what is kept whole.
+    pub(super) fn set_order(&mut self, spans: Vec<u32>) {
+        let layout = &self.layout;
+        let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
+        self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
+        self.dealt_ring = u32::MAX;
+    }
+
+    /// The patches that are attached.
+    pub(super) fn patches(&self) -> Option<&Arc<PatchSet>> {
+        self.attached.as_ref().map(|attached| &attached.set)
     }
 
     /// Whether `span` is the last of a pass that touches `page`.

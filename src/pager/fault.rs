@@ -10,42 +10,49 @@ use std::sync::Arc;
 
 use parking_lot::MutexGuard;
 
+use super::attach;
 use super::claim::{self, abandon};
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load;
-use super::order::{Learned, PassOrder};
+use super::model::PagedModel;
+use super::order::Learned;
+use super::patches::{DevicePatches, PatchSet};
 use super::prefetch;
 use super::reclaim;
 use super::streams::PagerStream;
 use super::word::SpanState;
 use crate::device::{DeviceError, Fence};
 
-/// Faults one span on a stream and leaves it pinned. Answers whether it is streamed, in which case its
+/// Faults one span, made with the patches of `set`, on a stream and leaves it pinned. Answers whether it is streamed, in which case its
 /// release goes through [`release_streamed`].
 pub(super) fn fault_span(
-    core: &Arc<Core>,
-    id: u32,
+    model: &PagedModel,
     span: u32,
     stream: &PagerStream,
+    set: Option<&Arc<PatchSet>>,
 ) -> Result<bool, PagerError> {
+    let core = model.core();
+    let id = model.id();
     let mut control = core.control.lock();
-    reclaim::refresh_budget(core, &mut control, false)?;
-    note_order(core, &mut control, id, span)?;
-    let Some(model) = control.model(id) else {
-        return Err(PagerError::NotFound { model: String::new(), what: "span".to_owned() });
-    };
-    let words = Arc::clone(&model.words);
-    let word = &words[span as usize].0;
-    word.pin();
-    if word.view().is_stale() && word.view().pins() > 1 {
-        word.unpin();
-        return Err(PagerError::OldVersionHeld {
-            model: model.name.clone(),
-            what: format!("unit {}", model.index.unit_info(model.layout.spans()[span as usize].unit).name),
-        });
+    while !attach::is_attached(&control, id, set) {
+        let patches = match set {
+            None => None,
+            Some(set) => {
+                let copies = Arc::clone(control.engine.stream(0));
+                let uploaded =
+                    MutexGuard::unlocked(&mut control, || DevicePatches::upload(core, model, set, &copies));
+                Some(uploaded?)
+            }
+        };
+        attach::attach(core, &mut control, id, patches)?;
     }
+    reclaim::refresh_budget(core, &mut control, false)?;
+    attach::refresh_span(&mut control, id, span)?;
+    note_order(core, &mut control, id, span)?;
+    let word = model.word(span);
+    word.pin();
     let was_ready = word.view().state() == SpanState::Ready;
     if !was_ready {
         word.set_state(SpanState::Arriving);
@@ -60,7 +67,7 @@ pub(super) fn fault_span(
         },
         other => other,
     };
-    match brought.and_then(|()| arrive(&mut control, id, span, stream).map_err(PagerError::from)) {
+    match brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from)) {
         Ok(()) => {}
         Err(error) => {
             abandon(&control, id, span);
@@ -170,7 +177,13 @@ fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) ->
 }
 
 /// Makes the stream wait for copies under way; a span whose copies are all done becomes ready.
-fn arrive(control: &mut Control, id: u32, span: u32, stream: &PagerStream) -> Result<(), DeviceError> {
+fn arrive(
+    control: &mut Control,
+    id: u32,
+    span: u32,
+    stream: &PagerStream,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<(), DeviceError> {
     let Control { frames, models, .. } = control;
     let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return Ok(()) };
     let mut all_done = true;
@@ -194,6 +207,9 @@ fn arrive(control: &mut Control, id: u32, span: u32, stream: &PagerStream) -> Re
         last = Some(fence.clone());
     }
     let word = &model.words[span as usize].0;
+    if word.view().state() != SpanState::Ready {
+        word.set_version(PatchSet::version_of(set, span));
+    }
     if all_done {
         word.set_state(SpanState::Ready);
     }
@@ -263,11 +279,8 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
 
 /// From now on the model's passes go in this order.
 fn follow(model: &mut ModelState, spans: Vec<u32>) {
-    let layout = Arc::clone(&model.layout);
-    model.order =
-        PassOrder::new(spans, layout.page_count(), |span| layout.spans()[span as usize].pages.clone());
-    model.resident_end = u32::try_from(model.order.keep().len()).unwrap_or(u32::MAX);
-    model.dealt_ring = u32::MAX;
+    model.set_order(spans);
+    model.chosen_frames = None;
 }
 
 fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {

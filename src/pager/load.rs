@@ -13,17 +13,15 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
 use crate::device::{DeviceError, Fence};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, read_extents};
-use crate::units::{DeviceRange, ModelTime};
+use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
-
-/// A gap of at most this many bytes between two tensors is copied along with them.
-const COPIED_GAP: u64 = 4096;
 
 /// The loads under way, oldest first.
 #[derive(Debug)]
@@ -215,6 +213,8 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
         core.device.set_now(own_time);
         if let Err(error) = copied {
             fail_pages(control, load.model, load.first..load.first + load.count, load.id, &error);
+            // Whoever comes by may find that another's load failed, with no reader left to tell of it.
+            core.changed.notify_all();
         }
     }
 }
@@ -283,7 +283,7 @@ fn copy_pages(
     available: ModelTime,
     page_bytes: u64,
 ) -> Result<Option<Fence>, DeviceError> {
-    let Control { frames, engine, models, .. } = control;
+    let Control { frames, engine, models, scratch, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
     let wanted = |page: u32| {
         let frame = model.pages[page as usize].frame;
@@ -313,17 +313,7 @@ fn copy_pages(
         for run in wanted.chunk_by(|a, b| a + 1 == *b) {
             let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
             let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            for part in merged_extents(&model.layout, addresses) {
-                let to =
-                    DeviceRange::new(model.range.range().start.offset(part.start), part.end - part.start);
-                match source {
-                    Some((buffer, base)) => {
-                        batch.copy(to, buffer, part.start - u64::from(base) * page_bytes, available)?;
-                    }
-                    None => batch.copy_without_bytes(to, available)?,
-                }
-                bytes += to.bytes;
-            }
+            bytes += convert::copy_run(&batch, model, scratch, addresses, source, available, page_bytes)?;
         }
         Ok(bytes)
     };
@@ -350,22 +340,6 @@ fn copy_pages(
     Ok(Some(fence))
 }
 
-/// The runs of model addresses in `range` that hold bytes, small gaps included.
-fn merged_extents(
-    layout: &PageLayout,
-    range: std::ops::Range<u64>,
-) -> impl Iterator<Item = std::ops::Range<u64>> + '_ {
-    let mut extents = layout.extents(range).peekable();
-    std::iter::from_fn(move || {
-        let first = extents.next()?;
-        let mut run = first.at..first.at + first.device_bytes;
-        while let Some(next) = extents.next_if(|next| next.at - run.end <= COPIED_GAP) {
-            run.end = next.at + next.device_bytes;
-        }
-        Some(run)
-    })
-}
-
 /// Keeps those pages of a read buffer that will be streamed again, if the budget permits.
 fn keep_streamed(
     core: &Core,
@@ -389,9 +363,11 @@ fn keep_streamed(
         rest = buffer.split_off(count);
         if streamed && control.cached_bytes + buffer.len() <= kept_limit {
             control.cached_bytes += buffer.len();
-            if let Some(model) = control.model_mut(id) {
-                model.cache.insert(page, CachedRun { buffer, pages: count });
-            }
+            // A page that was asked for, taken away and asked for again is read twice.
+            let replaced = control
+                .model_mut(id)
+                .and_then(|model| model.cache.insert(page, CachedRun { buffer, pages: count }));
+            control.cached_bytes -= replaced.map_or(0, |run| run.buffer.len());
         }
         page += count;
     }
@@ -416,6 +392,25 @@ pub(super) fn drop_one_cached(control: &mut Control) -> bool {
         .collect();
     models.sort_unstable();
     models.into_iter().any(|(_, id)| drop_cached(control, id, 1) > 0)
+}
+
+/// Takes a staging buffer for a caller that holds no lock, waiting for copies in flight; kept pages give
+/// way if nothing else does.
+pub(super) fn take_buffer(core: &Arc<Core>, slots: u32) -> Result<StagingBuffer, PagerError> {
+    const PATIENT_WAITS: u32 = 20;
+    const WAITS: u32 = 5000;
+    let mut waits = 0_u32;
+    let buffer = core.arena.take_waiting(slots, || {
+        waits += 1;
+        if waits > PATIENT_WAITS {
+            drop_one_cached(&mut core.control.lock());
+        }
+        waits < WAITS
+    })?;
+    buffer.ok_or_else(|| PagerError::InvalidArgument {
+        what: "staging",
+        why: format!("no buffer of {slots} pages came free"),
+    })
 }
 
 /// A read of a run of pages into its buffer.

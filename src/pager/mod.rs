@@ -7,6 +7,8 @@
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
 //! | `load` | reads and copies in order |
+//! | `convert` | the copies of a run of pages: plain, cast, patched |
+//! | `patches`, `patched`, `attach` | low-rank patches: their sets, faults through one, changing it |
 //! | `prefetch` | filling the ring ahead |
 //! | `reclaim` | budget, plans carried out, taking frames back |
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
@@ -18,7 +20,9 @@
 //! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
 //! address for the model's life. May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
+mod attach;
 mod claim;
+mod convert;
 mod core;
 mod counters;
 mod error;
@@ -30,6 +34,8 @@ mod model;
 mod options;
 mod order;
 mod pager;
+mod patched;
+mod patches;
 mod plan;
 mod prefetch;
 mod reclaim;
@@ -45,6 +51,8 @@ pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
 pub use options::{ModelOptions, PagerOptions};
 pub use pager::{Pager, PagerFigures};
+pub use patched::PatchedModel;
+pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};

@@ -15,6 +15,8 @@ use super::error::PagerError;
 use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
 use super::pager::Pager;
+use super::patched::PatchedModel;
+use super::patches::PatchSet;
 use super::reclaim;
 use super::rows::{self, RowsGuard};
 use super::streams::PagerStream;
@@ -100,7 +102,7 @@ impl PagedModel {
     /// [`PagerError::Held`] if guards hold memory that it needs; [`PagerError::NeverFits`] if the unit is
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
-        Ok(Guard::new(self, stream, self.pin_unit(unit, stream)?))
+        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None)?))
     }
 
     /// As [`Self::fault`], by the unit's name.
@@ -114,7 +116,7 @@ impl PagedModel {
         unit: UnitId,
         stream: &Arc<PagerStream>,
     ) -> Result<OwnedGuard, PagerError> {
-        let pinned = self.pin_unit(unit, stream)?;
+        let pinned = self.pin_unit(unit, stream, None)?;
         Ok(OwnedGuard::new(Arc::clone(self), Arc::clone(stream), pinned))
     }
 
@@ -142,13 +144,7 @@ impl PagedModel {
         piece: u32,
         stream: &'m PagerStream,
     ) -> Result<Guard<'m>, PagerError> {
-        self.check_stream(stream)?;
-        let spans = self.spans(unit)?;
-        let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
-            return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
-        };
-        let streamed = if self.pin_span(span, stream)? { Streamed::All } else { Streamed::None };
-        Ok(Guard::new(self, stream, Pinned { unit, spans: span..span + 1, streamed }))
+        Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None)?))
     }
 
     /// As [`Self::fault_piece`], waiting for others as [`Self::fault_when_free`].
@@ -171,7 +167,17 @@ impl PagedModel {
         stream: &'m PagerStream,
     ) -> Result<RowsGuard<'m>, PagerError> {
         self.check_stream(stream)?;
-        rows::fault_rows(self, tensor, rows, stream)
+        rows::fault_rows(self, tensor, rows, stream, None)
+    }
+
+    /// The model with patches: faults through it give patched weights.
+    pub fn patched<'m>(&'m self, set: &'m Arc<PatchSet>) -> PatchedModel<'m> {
+        PatchedModel::new(self, set)
+    }
+
+    /// The patches that what is on the card now was made with.
+    pub fn attached(&self) -> Option<Arc<PatchSet>> {
+        self.core().control.lock().model(self.id).and_then(|model| model.patches().cloned())
     }
 
     /// Whether every page of a unit is on the card in a frame of its own.
@@ -215,6 +221,7 @@ impl PagedModel {
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
     pub fn prefetch_all(&self) -> Result<(), PagerError> {
         let stream = self.pager.stream()?;
+        let set = self.attached();
         for span in 0..u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX) {
             let stays = {
                 let control = self.core().control.lock();
@@ -224,7 +231,8 @@ impl PagedModel {
                 })
             };
             if stays {
-                let streamed = if self.pin_span(span, &stream)? { Streamed::All } else { Streamed::None };
+                let streamed =
+                    if self.pin_span(span, &stream, set.as_ref())? { Streamed::All } else { Streamed::None };
                 let unit = self.layout.spans()[span as usize].unit;
                 Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
             }
@@ -278,7 +286,23 @@ impl PagedModel {
         control.model_mut(self.id).is_some_and(|model| !std::mem::replace(&mut model.said_pieces, true))
     }
 
-    fn when_free<T>(
+    pub(super) fn pin_piece(
+        &self,
+        unit: UnitId,
+        piece: u32,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<Pinned, PagerError> {
+        self.check_stream(stream)?;
+        let spans = self.spans(unit)?;
+        let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
+            return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
+        };
+        let streamed = if self.pin_span(span, stream, set)? { Streamed::All } else { Streamed::None };
+        Ok(Pinned { unit, spans: span..span + 1, streamed })
+    }
+
+    pub(super) fn when_free<T>(
         &self,
         deadline: Instant,
         mut fault: impl FnMut() -> Result<T, PagerError>,
@@ -302,21 +326,27 @@ impl PagedModel {
         }
     }
 
-    fn pin_unit(&self, unit: UnitId, stream: &PagerStream) -> Result<Pinned, PagerError> {
+    pub(super) fn pin_unit(
+        &self,
+        unit: UnitId,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<Pinned, PagerError> {
         self.check_stream(stream)?;
         let spans = self.spans(unit)?;
         if spans.end - spans.start == 1 {
-            let streamed = if self.pin_span(spans.start, stream)? { Streamed::All } else { Streamed::None };
+            let streamed =
+                if self.pin_span(spans.start, stream, set)? { Streamed::All } else { Streamed::None };
             return Ok(Pinned { unit, spans, streamed });
         }
-        if self.pin_all_if_resident(&spans) {
+        if self.pin_all_if_resident(&spans, set) {
             self.hits.add(stream.slot());
             return Ok(Pinned { unit, spans, streamed: Streamed::None });
         }
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
         for span in spans.clone() {
-            match self.pin_span(span, stream) {
+            match self.pin_span(span, stream, set) {
                 Ok(slow) => streamed.push(slow),
                 Err(error) => {
                     let done = Pinned { unit, spans: spans.start..span, streamed: Streamed::Some(streamed) };
@@ -331,9 +361,9 @@ impl PagedModel {
     }
 
     /// The hit of a unit of several spans: all or none.
-    fn pin_all_if_resident(&self, spans: &std::ops::Range<u32>) -> bool {
+    fn pin_all_if_resident(&self, spans: &std::ops::Range<u32>, set: Option<&Arc<PatchSet>>) -> bool {
         for span in spans.clone() {
-            if !self.word(span).pin_if_resident() {
+            if !self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
                 for pinned in spans.start..span {
                     self.word(pinned).unpin();
                 }
@@ -344,12 +374,17 @@ impl PagedModel {
     }
 
     /// Pins a span; answers whether its release goes the slow way.
-    fn pin_span(&self, span: u32, stream: &PagerStream) -> Result<bool, PagerError> {
-        if self.word(span).pin_if_resident() {
+    fn pin_span(
+        &self,
+        span: u32,
+        stream: &PagerStream,
+        set: Option<&Arc<PatchSet>>,
+    ) -> Result<bool, PagerError> {
+        if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
             self.hits.add(stream.slot());
             return Ok(false);
         }
-        fault::fault_span(self.core(), self.id, span, stream)
+        fault::fault_span(self, span, stream, set)
     }
 
     /// A unit of several spans is faulted whole: from now on the ring is made for it.
@@ -358,9 +393,7 @@ impl PagedModel {
         let mut control = core.control.lock();
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
-        if model.whole_units.contains(&unit.0) {
-            return Ok(());
-        }
+        let known = model.whole_units.contains(&unit.0);
         let bytes = self.layout.units()[unit.index()].bytes.clone();
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) {
@@ -377,12 +410,16 @@ impl PagedModel {
                 holders: control.holders(core, self.id),
             });
         }
+        if known {
+            return Ok(());
+        }
         model.whole_units.insert(unit.0);
         model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
+        model.chosen_frames = None;
         reclaim::replan(core, &mut control, self.id, true)
     }
 
-    fn check_stream(&self, stream: &PagerStream) -> Result<(), PagerError> {
+    pub(super) fn check_stream(&self, stream: &PagerStream) -> Result<(), PagerError> {
         if Arc::ptr_eq(&stream.core, self.core()) {
             return Ok(());
         }

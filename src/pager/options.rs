@@ -48,7 +48,8 @@ impl Default for PagerOptions {
 pub struct ModelOptions {
     /// The type that float tensors have on the device; `None` keeps each tensor's own.
     pub compute: Option<Dtype>,
-    /// A unit of more bytes than this is cut into pieces, runs of rows of its first dimension; `None`
-    /// takes a sixteenth of what the card can give.
+    /// A unit of more bytes than this is cut into pieces of at most so many, runs of rows of its first
+    /// dimension; `None` cuts a unit of more than half of what the card can give into pieces of a
+    /// sixteenth of it.
     pub piece_bytes: Option<u64>,
 }

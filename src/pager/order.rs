@@ -30,8 +30,14 @@ impl PassOrder {
     ///
     /// Pages that several spans touch are kept first, since streaming one drags all of its spans along.
     /// Within each kind a page's rank is the van der Corput number of its place in the pass, so that any
-    /// prefix of the order is spread evenly over the pass, and prefixes nest.
-    pub(crate) fn new(spans: Vec<u32>, page_count: u32, pages_of: impl Fn(u32) -> Range<u32>) -> Self {
+    /// prefix of the order is spread evenly over the pass, and prefixes nest. The pages of `whole` come
+    /// before all others.
+    pub(crate) fn new(
+        spans: Vec<u32>,
+        page_count: u32,
+        pages_of: impl Fn(u32) -> Range<u32>,
+        whole: &[Range<u32>],
+    ) -> Self {
         let spans_end = spans.iter().max().map_or(0, |last| *last as usize + 1);
         let mut span_position = vec![u32::MAX; spans_end];
         let mut touched = vec![0_u8; page_count as usize];
@@ -49,9 +55,18 @@ impl PassOrder {
             }
         }
         let bits = usize::BITS - pages.len().leading_zeros();
-        let mut keyed: Vec<(bool, u64, u32)> = (0_u64..)
+        let class = |page: u32| {
+            if whole.iter().any(|pages| pages.contains(&page)) {
+                0_u8
+            } else if touched[page as usize] > 1 {
+                1
+            } else {
+                2
+            }
+        };
+        let mut keyed: Vec<(u8, u64, u32)> = (0_u64..)
             .zip(&pages)
-            .map(|(place, &page)| (touched[page as usize] < 2, van_der_corput(place, bits), page))
+            .map(|(place, &page)| (class(page), van_der_corput(place, bits), page))
             .collect();
         keyed.sort_unstable();
         let keep: Vec<u32> = keyed.into_iter().map(|(_, _, page)| page).collect();
@@ -90,6 +105,11 @@ impl PassOrder {
     /// Pages in the order in which they are kept.
     pub(crate) fn keep(&self) -> &[u32] {
         &self.keep
+    }
+
+    /// Pages that have a rank.
+    pub(crate) fn rank_len(&self) -> usize {
+        self.rank.len()
     }
 
     /// A page's place in [`Self::keep`]; `u32::MAX` for a page that no span touches.
@@ -251,12 +271,12 @@ mod tests {
 
     fn order(spans: Vec<u32>) -> PassOrder {
         let count = u32::try_from(spans.len()).unwrap();
-        PassOrder::new(spans, count * 2, |span| span * 2..span * 2 + 2)
+        PassOrder::new(spans, count * 2, |span| span * 2..span * 2 + 2, &[])
     }
 
     #[test]
     fn any_prefix_of_the_keep_order_is_spread_over_the_pass() {
-        let order = PassOrder::new((0..100).collect(), 1000, |span| span * 10..span * 10 + 10);
+        let order = PassOrder::new((0..100).collect(), 1000, |span| span * 10..span * 10 + 10, &[]);
         for budget in [10, 100, 250, 500, 900] {
             let mut kept: Vec<u32> = order.keep()[..budget].to_vec();
             kept.sort_unstable();
@@ -271,7 +291,7 @@ mod tests {
 
     #[test]
     fn pages_of_several_spans_are_kept_first() {
-        let order = PassOrder::new(vec![0, 1, 2], 5, |span| [0..2, 1..4, 4..5][span as usize].clone());
+        let order = PassOrder::new(vec![0, 1, 2], 5, |span| [0..2, 1..4, 4..5][span as usize].clone(), &[]);
         assert_eq!(order.keep()[0], 1);
         assert_eq!(order.rank(1), 0);
         assert_eq!(order.pages(), [0, 1, 2, 3, 4]);
@@ -303,7 +323,7 @@ mod tests {
     fn a_later_order_is_believed_when_it_comes_twice() {
         let mut known = order((0..4).collect());
         let mut learner = OrderLearner::new(4);
-        let mut pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
+        let pass = |learner: &mut OrderLearner, known: &PassOrder, spans: [u32; 4]| {
             spans
                 .map(|span| learner.note(span, known))
                 .into_iter()
@@ -354,7 +374,7 @@ mod tests {
         }
         // The second shows that this is all that there is.
         assert_eq!(learner.note(0, &known), Learned::NewOrder(vec![0, 1, 4]));
-        let known = PassOrder::new(vec![0, 1, 4], 12, |span| span * 2..span * 2 + 2);
+        let known = PassOrder::new(vec![0, 1, 4], 12, |span| span * 2..span * 2 + 2, &[]);
         assert!(known.contains(4) && !known.contains(2) && !known.contains(5));
         assert!(known.has_page(9) && !known.has_page(4));
         assert_eq!(learner.note(1, &known), Learned::Nothing);

@@ -17,7 +17,7 @@ use super::load::Loads;
 use super::model::PagedModel;
 use super::options::{ModelOptions, PagerOptions};
 use super::order::{OrderLearner, PassOrder};
-use super::plan::Plan;
+use super::plan::{Choice, Plan};
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
@@ -26,7 +26,7 @@ use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
 use crate::units::MIB;
-use crate::weights::{LayoutOptions, PageLayout, TensorIndex};
+use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
 
 /// The default headroom: the smaller of this and 1/32 of the card.
 const DEFAULT_HEADROOM: u64 = 400 * MIB;
@@ -106,6 +106,7 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             cached_bytes: 0,
+            scratch: Vec::new(),
         };
         let core = Core {
             device: Arc::clone(device),
@@ -148,10 +149,18 @@ impl Pager {
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
         let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let piece_bytes = options.piece_bytes.unwrap_or(total / 16).max(core.page_bytes);
+        let (whole_bytes, piece_bytes) = match options.piece_bytes {
+            Some(piece) => (piece, piece),
+            None => (total / 2, total / 16),
+        };
         let layout = Arc::new(PageLayout::new(
             &index,
-            &LayoutOptions { page_bytes: core.page_bytes, piece_bytes, compute: options.compute },
+            &LayoutOptions {
+                page_bytes: core.page_bytes,
+                whole_bytes,
+                piece_bytes: piece_bytes.max(core.page_bytes),
+                compute: options.compute,
+            },
         )?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
@@ -160,10 +169,22 @@ impl Pager {
         let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
         let base = range.range().start;
         let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
-        let order =
-            PassOrder::new((0..spans).collect(), pages, |span| layout.spans()[span as usize].pages.clone());
+        let order = PassOrder::new(
+            (0..spans).collect(),
+            pages,
+            |span| layout.spans()[span as usize].pages.clone(),
+            &[],
+        );
         let whole_units = HashSet::new();
         let groups = ModelState::make_groups(&layout, &whole_units);
+        let casts = (0..index.tensors().len()).any(|tensor| {
+            let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
+            let (from, to) = (index.tensor_info(tensor).dtype, layout.tensor_at(tensor).dtype);
+            from != to && from.byte_size() < to.byte_size()
+        });
+        if casts {
+            self.ensure_scratch()?;
+        }
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -178,6 +199,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
+            choice: Choice { whole: Vec::new(), ring: core.options.ring },
+            chosen_frames: None,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
             dealt_ring: u32::MAX,
@@ -191,6 +214,8 @@ impl Pager {
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,
+            attached: None,
+            stale: HashSet::new(),
         };
         let id = match control.models.iter().position(Option::is_none) {
             Some(place) => {
@@ -213,31 +238,26 @@ impl Pager {
         Ok(model)
     }
 
+    /// Makes sure that every copy stream has memory where what is cast on the card lands: one chunk.
+    fn ensure_scratch(&self) -> Result<(), PagerError> {
+        let core = &self.core;
+        loop {
+            let stream = {
+                let control = core.control.lock();
+                if control.scratch.len() >= control.engine.streams() {
+                    return Ok(());
+                }
+                Arc::clone(control.engine.stream(control.scratch.len()))
+            };
+            let scratch = allocate_on(core, &stream, u64::from(core.chunk_pages) * core.page_bytes)?;
+            core.control.lock().scratch.push(scratch);
+        }
+    }
+
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
     /// is tried once more.
     pub fn allocate(&self, stream: &PagerStream, bytes: u64) -> Result<PoolAllocation, PagerError> {
-        match PoolAllocation::new(stream.stream(), bytes) {
-            Err(error) if error.is_out_of_memory() => {
-                {
-                    let mut control = self.core.control.lock();
-                    // The pool grows in whole pages, and may need one more than the bytes say.
-                    reclaim::make_room(&self.core, &mut control, bytes.saturating_add(self.core.page_bytes))?;
-                    control.budget_read_at = None;
-                }
-                let allocation = PoolAllocation::new(stream.stream(), bytes)?;
-                reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true)?;
-                Ok(allocation)
-            }
-            Ok(allocation) => {
-                // The pool may have grown into what the pager meant to use.
-                let mut control = self.core.control.lock();
-                control.budget_read_at = None;
-                control.frames.note_pool(self.core.device.pool_figures()?.reserved);
-                drop(control);
-                Ok(allocation)
-            }
-            Err(error) => Err(error.into()),
-        }
+        allocate_on(&self.core, stream.stream(), bytes)
     }
 
     /// Sets the bytes left free, device wide. Takes effect at once.
@@ -285,6 +305,37 @@ impl Pager {
             headroom_bytes: self.core.headroom(),
             staging: self.core.arena.figures(),
         }
+    }
+}
+
+/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried once
+/// more. The caller holds no lock.
+pub(super) fn allocate_on(
+    core: &Arc<Core>,
+    stream: &Arc<Stream>,
+    bytes: u64,
+) -> Result<PoolAllocation, PagerError> {
+    match PoolAllocation::new(stream, bytes) {
+        Err(error) if error.is_out_of_memory() => {
+            {
+                let mut control = core.control.lock();
+                // The pool grows in whole pages, and may need one more than the bytes say.
+                reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
+                control.budget_read_at = None;
+            }
+            let allocation = PoolAllocation::new(stream, bytes)?;
+            reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
+            Ok(allocation)
+        }
+        Ok(allocation) => {
+            // The pool may have grown into what the pager meant to use.
+            let mut control = core.control.lock();
+            control.budget_read_at = None;
+            control.frames.note_pool(core.device.pool_figures()?.reserved);
+            drop(control);
+            Ok(allocation)
+        }
+        Err(error) => Err(error.into()),
     }
 }
 

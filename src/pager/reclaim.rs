@@ -7,13 +7,15 @@
 
 #![deny(unsafe_code)]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::claim::unmap;
-use super::core::{Control, Core};
+use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
-use super::plan::plan;
+use super::order::PassOrder;
+use super::plan::{RingSize, choose, plan};
 use super::ring;
 use crate::device::DeviceError;
 
@@ -70,7 +72,7 @@ pub(super) fn give_back(core: &Core, control: &mut Control, count: u32) -> Resul
         tracing::debug!(
             asked = count,
             released,
-            held = control.held_names().len(),
+            held = control.held_names(None).len(),
             "{}: guards hold the rest",
             core.device.info().name
         );
@@ -206,16 +208,17 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     if !always && model.planned_frames == frames {
         return Ok(());
     }
-    let fits_beside = u32::try_from(model.order.pages().len())
-        .is_ok_and(|pages| pages.saturating_add(others_ring) <= frames);
-    let mut new = if fits_beside {
-        plan(&model.order, &model.groups, frames, core.options.ring)
-    } else {
-        // At least the others' ring is there already; what it takes cannot stay resident.
-        let pages = u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX);
-        let new = plan(&model.order, &model.groups, frames.min(pages - 1), core.options.ring);
-        super::plan::Plan { resident: new.resident.min(frames.saturating_sub(others_ring)), ..new }
-    };
+    let pages = u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX);
+    let fits_beside = pages.saturating_add(others_ring) <= frames;
+    // Where it does not fit, at least the others' ring is there already, and cannot be resident pages.
+    let frames_planned = if fits_beside { frames } else { frames.min(pages.saturating_sub(1)) };
+    if core.options.ring == RingSize::Modelled && !fits_beside {
+        choose_anew(model, frames_planned);
+    }
+    let mut new = plan(&model.order, &model.groups, frames_planned, model.choice.ring);
+    if !fits_beside {
+        new.resident = new.resident.min(frames.saturating_sub(others_ring));
+    }
     if fits_beside {
         new.ring = 0;
     }
@@ -240,6 +243,25 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
         control.frames.ring.push(NONE);
     }
     Ok(())
+}
+
+/// Makes the choice of ring and of units kept whole anew, if the frames changed by more than 2 % since.
+fn choose_anew(model: &mut ModelState, frames: u32) {
+    if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= chosen / 50) {
+        return;
+    }
+    model.chosen_frames = Some(frames);
+    let layout = Arc::clone(&model.layout);
+    let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+    let spans = model.order.spans().to_vec();
+    let order_with =
+        |whole: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, whole);
+    let choice = choose(order_with, &model.groups, pages_of, frames);
+    let other_order = choice.whole != model.choice.whole;
+    model.choice = choice;
+    if other_order {
+        model.set_order(spans);
+    }
 }
 
 /// Says for every page whether it stays, and which ring slot it uses if not.

@@ -19,6 +19,15 @@ pub(crate) fn slot(place: u32, streamed: u32, slots: u32) -> u32 {
     u32::try_from(place - start).unwrap_or(0)
 }
 
+/// The longest lap: slots that are used of a ring of `slots`.
+pub(crate) fn lap(streamed: u32, slots: u32) -> u32 {
+    if streamed <= slots || slots == 0 {
+        streamed.min(slots)
+    } else {
+        streamed.div_ceil(streamed.div_ceil(slots))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

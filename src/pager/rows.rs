@@ -7,10 +7,13 @@
 #![expect(unsafe_code, reason = "enqueues copies into an allocation that the guard owns")]
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::error::PagerError;
 use super::model::PagedModel;
+use super::patches::PatchSet;
 use super::streams::PagerStream;
+use super::verify;
 use crate::device::PoolAllocation;
 use crate::units::DeviceRange;
 use crate::weights::{Dtype, TensorId};
@@ -56,6 +59,7 @@ pub(super) fn fault_rows<'m>(
     tensor: TensorId,
     rows: &[u64],
     stream: &'m PagerStream,
+    set: Option<&Arc<PatchSet>>,
 ) -> Result<RowsGuard<'m>, PagerError> {
     let index = model.index();
     let Some(info) = index.tensors().get(tensor.index()) else {
@@ -77,12 +81,6 @@ pub(super) fn fault_rows<'m>(
         return Err(PagerError::InvalidArgument {
             what: "fault_rows",
             why: format!("a row of tensor `{}` is not a whole number of bytes", info.name),
-        });
-    }
-    if place.dtype != info.dtype {
-        return Err(PagerError::InvalidArgument {
-            what: "fault_rows",
-            why: format!("tensor `{}` is cast when it is loaded; rows are only given as stored", info.name),
         });
     }
     let bytes = row_bytes.checked_mul(rows.len() as u64).ok_or_else(|| PagerError::InvalidArgument {
@@ -129,18 +127,7 @@ pub(super) fn fault_rows<'m>(
         }
         let part = rows_each.min(rows.len() as u64 - done);
         let slots = u32::try_from((part * row_bytes).div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
-        let mut waits = 0_u32;
-        let buffer = core.arena.take_waiting(slots, || {
-            waits += 1;
-            // Kept pages give way after a while; what copies and readers hold comes back by itself.
-            waits < 50 || super::load::drop_one_cached(&mut core.control.lock()) || waits < 1000
-        })?;
-        let Some(mut buffer) = buffer else {
-            return Err(PagerError::InvalidArgument {
-                what: "fault_rows",
-                why: "no staging buffer came free".to_owned(),
-            });
-        };
+        let mut buffer = super::load::take_buffer(core, slots)?;
         let available = if core.device.info().keeps_bytes {
             let target = buffer.bytes_mut()?;
             let wanted = rows.iter().skip(usize::try_from(done).unwrap_or(usize::MAX));
@@ -148,8 +135,7 @@ pub(super) fn fault_rows<'m>(
                 .zip(target.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX)))
                 .take(usize::try_from(part).unwrap_or(usize::MAX))
             {
-                let file = &index.files()[info.file as usize];
-                file.read_exact_at(info.offset + row * file_row, place, &info.name)?;
+                read_row(model, tensor, *row, set, place)?;
             }
             core.device.schedule_read(part * file_row)
         } else {
@@ -175,4 +161,18 @@ pub(super) fn fault_rows<'m>(
         done += part;
     }
     Ok(guard)
+}
+
+/// Reads one row as it is on the card: cast and patched.
+fn read_row(
+    model: &PagedModel,
+    tensor: TensorId,
+    row: u64,
+    set: Option<&Arc<PatchSet>>,
+    into: &mut [u8],
+) -> Result<(), PagerError> {
+    let rows = row..row + 1;
+    let bytes = verify::rows_on_card(model, tensor, &rows, set)?;
+    into.copy_from_slice(&bytes);
+    Ok(())
 }

@@ -122,15 +122,24 @@ impl StreamTable {
 
     /// Fences at the points that the streams of `bits` have been given work up to.
     pub(super) fn fences(&self, bits: u64, engine: &CopyEngine) -> Result<Vec<Fence>, DeviceError> {
+        Ok(self.slot_fences(bits, engine)?.into_iter().map(|(_, fence)| fence).collect())
+    }
+
+    /// As [`Self::fences`], with the slot of each.
+    pub(super) fn slot_fences(
+        &self,
+        bits: u64,
+        engine: &CopyEngine,
+    ) -> Result<Vec<(u8, Fence)>, DeviceError> {
         let mut fences = Vec::new();
-        for (number, slot) in self.slots.iter().enumerate() {
+        for (number, slot) in (0_u8..).zip(&self.slots) {
             if bits >> number & 1 == 0 {
                 continue;
             }
             match slot {
                 Slot::Free => {}
-                Slot::Used(stream) => fences.push(engine.record(stream)?),
-                Slot::Retired(fence) => fences.push(fence.clone()),
+                Slot::Used(stream) => fences.push((number, engine.record(stream)?)),
+                Slot::Retired(fence) => fences.push((number, fence.clone())),
             }
         }
         Ok(fences)

@@ -14,8 +14,10 @@ use parking_lot::Mutex;
 use super::error::PagerError;
 use super::guard::TensorView;
 use super::model::PagedModel;
+use super::patches::PatchSet;
 use super::streams::PagerStream;
-use crate::device::{KernelId, PoolAllocation, checksum, checksum_launch};
+use crate::device::{self, KernelId, PatchPart, PoolAllocation, checksum, checksum_launch};
+use crate::transfer::{cast_bytes, float_type};
 use crate::weights::TensorId;
 
 /// A tensor whose bytes on the card were not those of the file.
@@ -36,6 +38,7 @@ pub struct Mismatch {
 pub struct Verifier {
     model: Arc<PagedModel>,
     kernel: KernelId,
+    set: Option<Arc<PatchSet>>,
     /// By tensor, first row and rows.
     sums: Mutex<HashMap<(u32, u64, u64), u64>>,
 }
@@ -49,8 +52,13 @@ const READ_BYTES: u64 = 1 << 20;
 impl Verifier {
     /// A verifier of `model`.
     pub fn new(model: &Arc<PagedModel>) -> Result<Self, PagerError> {
+        Self::patched(model, None)
+    }
+
+    /// A verifier of `model` with patches.
+    pub fn patched(model: &Arc<PagedModel>, set: Option<Arc<PatchSet>>) -> Result<Self, PagerError> {
         let kernel = model.pager().device().kernel("checksum")?;
-        Ok(Self { model: Arc::clone(model), kernel, sums: Mutex::new(HashMap::new()) })
+        Ok(Self { model: Arc::clone(model), kernel, set, sums: Mutex::new(HashMap::new()) })
     }
 
     /// Begins checks on one stream.
@@ -68,24 +76,19 @@ impl Verifier {
         if let Some(sum) = self.sums.lock().get(&key) {
             return Ok(*sum);
         }
-        let index = self.model.index();
-        let info = index.tensor_info(tensor);
+        let info = self.model.index().tensor_info(tensor);
         let count = info.shape.first().copied().unwrap_or(1).max(1);
-        let row = info.bytes / count;
-        let (mut at, end) = if key.2 == info.shape.first().copied().unwrap_or(1) {
-            (0, info.bytes)
-        } else {
-            (rows.start * row, rows.end * row)
-        };
-        let begin = at;
+        let place = self.model.layout().tensor_at(tensor);
+        // In steps of whole words, so that the parts' sums add up to the whole's.
+        let row = place.bytes / count;
+        let step = if row == 0 || row % 8 != 0 { count } else { (READ_BYTES / row).max(1) };
         let mut sum = 0_u64;
-        let mut buffer = vec![0; usize::try_from(READ_BYTES.min((end - at).max(1))).unwrap_or(0)];
-        while at < end {
-            let length = READ_BYTES.min(end - at);
-            let part = &mut buffer[..usize::try_from(length).unwrap_or(0)];
-            index.files()[info.file as usize].read_exact_at(info.offset + at, part, &info.name)?;
-            sum = sum.wrapping_add(checksum(part, (at - begin) / 8));
-            at += length;
+        let mut at = rows.start;
+        while at < rows.end {
+            let end = (at + step).min(rows.end);
+            let bytes = rows_on_card(&self.model, tensor, &(at..end), self.set.as_ref())?;
+            sum = sum.wrapping_add(checksum(&bytes, (at - rows.start) * row / 8));
+            at = end;
         }
         self.sums.lock().insert(key, sum);
         Ok(sum)
@@ -153,4 +156,44 @@ impl Check<'_> {
         }
         Ok(mismatches)
     }
+}
+
+/// Some rows of a tensor as they should be on the card: read from the file, cast, and patched on the host
+/// by the kernels' twins. A tensor without dimensions has one row.
+pub(super) fn rows_on_card(
+    model: &PagedModel,
+    tensor: TensorId,
+    rows: &std::ops::Range<u64>,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<Vec<u8>, PagerError> {
+    let index = model.index();
+    let info = index.tensor_info(tensor);
+    let place = model.layout().tensor_at(tensor);
+    let count = info.shape.first().copied().unwrap_or(1).max(1);
+    let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let whole = rows.end - rows.start == count;
+    let part =
+        |bytes: u64| if whole { 0..bytes } else { rows.start * (bytes / count)..rows.end * (bytes / count) };
+    let (in_file, on_card) = (part(info.bytes), part(place.bytes));
+    let mut bytes = vec![0; size(in_file.end - in_file.start)];
+    index.files()[info.file as usize].read_exact_at(info.offset + in_file.start, &mut bytes, &info.name)?;
+    let refuse = |why: String| PagerError::InvalidArgument { what: "rows", why };
+    if place.dtype != info.dtype {
+        let mut cast = vec![0; size(on_card.end - on_card.start)];
+        cast_bytes(info.dtype, &bytes, place.dtype, &mut cast).map_err(refuse)?;
+        bytes = cast;
+    }
+    for patch in set.map_or(&[][..], |set| set.of(tensor)) {
+        let Some(weight) = float_type(place.dtype) else { continue };
+        let part = PatchPart {
+            first: on_card.start / weight.bytes(),
+            elements: bytes.len() as u64 / weight.bytes(),
+            columns: patch.down.shape[1],
+            rank: u32::try_from(patch.up.shape[1]).unwrap_or(u32::MAX),
+            scale: patch.scale,
+        };
+        device::patch(weight, &mut bytes, part, patch.up.dtype, &patch.up.bytes, &patch.down.bytes)
+            .map_err(refuse)?;
+    }
+    Ok(bytes)
 }

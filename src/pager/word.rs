@@ -7,7 +7,7 @@
 //! ```text
 //!  63                    36   35    34  33 32   31              0
 //! +------------------------+------+------+-------+---------------+
-//! | unused                 |stale |stream| state |     pins      |
+//! | version                |stale |stream| state |     pins      |
 //! +------------------------+------+------+-------+---------------+
 //! ```
 //!
@@ -29,6 +29,11 @@ const STATE_SHIFT: u32 = 32;
 const STATE: u64 = 0b11 << STATE_SHIFT;
 const STREAMED: u64 = 1 << 34;
 const STALE: u64 = 1 << 35;
+const VERSION_SHIFT: u32 = 36;
+const VERSION: u64 = !0 << VERSION_SHIFT;
+
+/// The largest version that a word can hold.
+pub(crate) const MAX_VERSION: u32 = (1 << (64 - VERSION_SHIFT)) - 1;
 
 /// Where a span stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -81,8 +86,10 @@ impl WordView {
         self.0 & STREAMED != 0
     }
 
-    pub(crate) fn is_stale(self) -> bool {
-        self.0 & STALE != 0
+    /// Whether a fault for `version` is a hit.
+    fn is_hit(self, version: u32) -> bool {
+        self.0 & (STATE | STREAMED | STALE | VERSION)
+            == SpanState::Ready.bits() | u64::from(version) << VERSION_SHIFT
     }
 }
 
@@ -102,16 +109,15 @@ impl SpanWord {
         WordView(self.word.load(Ordering::Acquire))
     }
 
-    /// The hit: pins the span if it is ready, whole on the card and of the current version. Otherwise
-    /// nothing is pinned.
+    /// The hit: pins the span if it is ready, whole on the card and of this version. Otherwise nothing is
+    /// pinned.
     #[inline]
-    pub(crate) fn pin_if_resident(&self) -> bool {
+    pub(crate) fn pin_if_resident(&self, version: u32) -> bool {
         // Look first: a span that will not be hit should not be seen pinned, even for a moment.
-        if self.word.load(Ordering::Relaxed) & (STATE | STREAMED | STALE) != SpanState::Ready.bits() {
+        if !WordView(self.word.load(Ordering::Relaxed)).is_hit(version) {
             return false;
         }
-        let before = self.word.fetch_add(PIN, Ordering::Acquire);
-        if before & (STATE | STREAMED | STALE) == SpanState::Ready.bits() {
+        if WordView(self.word.fetch_add(PIN, Ordering::Acquire)).is_hit(version) {
             return true;
         }
         self.word.fetch_sub(PIN, Ordering::Release);
@@ -180,6 +186,19 @@ impl SpanWord {
         }
     }
 
+    /// Sets the version that the span's bytes are made from; the caller holds the control lock, and the
+    /// span is not ready.
+    pub(crate) fn set_version(&self, version: u32) {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            let next = (word & !VERSION) | u64::from(version.min(MAX_VERSION)) << VERSION_SHIFT;
+            match self.word.compare_exchange_weak(word, next, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => word = now,
+            }
+        }
+    }
+
     /// Says whether the span's bytes are of an older version; the caller holds the control lock.
     pub(crate) fn set_stale(&self, stale: bool) {
         if stale {
@@ -202,16 +221,17 @@ mod tests {
     #[test]
     fn only_a_ready_resident_span_is_hit() {
         let word = SpanWord::new();
-        assert!(!word.pin_if_resident());
+        assert!(!word.pin_if_resident(0));
         word.set_state(SpanState::Arriving);
-        assert!(!word.pin_if_resident());
+        assert!(!word.pin_if_resident(0));
         word.set_state(SpanState::Ready);
-        assert!(word.pin_if_resident());
+        assert!(!word.pin_if_resident(3));
+        assert!(word.pin_if_resident(0));
         word.set_streamed(true);
-        assert!(!word.pin_if_resident());
+        assert!(!word.pin_if_resident(0));
         word.set_streamed(false);
         word.set_stale(true);
-        assert!(!word.pin_if_resident());
+        assert!(!word.pin_if_resident(0));
         assert_eq!(word.view().pins(), 1);
     }
 
@@ -219,11 +239,11 @@ mod tests {
     fn a_pinned_span_is_not_taken_and_its_streams_are_known_after() {
         let word = SpanWord::new();
         word.set_state(SpanState::Ready);
-        assert!(word.pin_if_resident());
+        assert!(word.pin_if_resident(0));
         assert!(!word.try_leave());
         word.release(1 << 5);
         assert!(word.try_leave());
-        assert!(!word.pin_if_resident());
+        assert!(!word.pin_if_resident(0));
         assert_eq!(word.view().state(), SpanState::Leaving);
         assert_eq!(word.used(), 1 << 5);
     }

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use crate::device::{DeviceError, Fence, FencePool, SharedDevice, Stream, StreamPriority};
+use crate::device::{DeviceError, Fence, FencePool, KernelId, Launch, SharedDevice, Stream, StreamPriority};
 use crate::staging::StagingBuffer;
 use crate::units::{DeviceRange, ModelTime};
 
@@ -41,6 +41,16 @@ impl CopyEngine {
         Batch { engine: self }
     }
 
+    /// The stream that the copies of batch number `place` run on, counted round.
+    pub fn stream(&self, place: usize) -> &Arc<Stream> {
+        &self.streams[place % self.streams.len()]
+    }
+
+    /// Streams that copies run on.
+    pub fn streams(&self) -> usize {
+        self.streams.len()
+    }
+
     /// Waits for all copies so far.
     pub fn drain(&self) -> Result<(), DeviceError> {
         self.streams.iter().try_for_each(|stream| stream.synchronize())
@@ -56,6 +66,25 @@ pub struct Batch<'e> {
 impl Batch<'_> {
     fn stream(&self) -> &Arc<Stream> {
         &self.engine.streams[self.engine.next]
+    }
+
+    /// Which of the engine's streams the batch runs on.
+    pub fn place(&self) -> usize {
+        self.engine.next
+    }
+
+    /// Looks a kernel of the device up.
+    pub fn kernel(&self, name: &str) -> Result<KernelId, DeviceError> {
+        self.engine.device.kernel(name)
+    }
+
+    /// Launches a kernel after what the batch has enqueued so far.
+    ///
+    /// # Safety
+    /// As [`Stream::launch`].
+    pub(crate) unsafe fn launch(&self, launch: &Launch) -> Result<(), DeviceError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.stream().launch(launch) }
     }
 
     /// Makes the rest of the batch wait for `fence`.

@@ -4,8 +4,10 @@
 //! what the bytes are for; the pager decides order and depth. Reader threads hold no `Arc` of the pool or
 //! of what submitted to it. May import `units`, `sync`, `device`, `weights` and `staging`.
 
+mod convert;
 mod engine;
 mod reader;
 
+pub use convert::{cast_bytes, float_type, is_cast_on_card, read_extents};
 pub use engine::{Batch, CopyEngine};
-pub use reader::{ReadJob, ReaderPool, ReaderQueue, read_extents};
+pub use reader::{ReadJob, ReaderPool, ReaderQueue};

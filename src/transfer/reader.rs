@@ -9,8 +9,6 @@ use std::thread::JoinHandle;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
 
-use crate::weights::{Extent, TensorIndex, WeightsError};
-
 /// Something that a reader does: fill a buffer, and pass it on.
 pub trait ReadJob: Send + 'static {
     /// Fills the buffer that the job owns, and keeps the result.
@@ -94,28 +92,4 @@ fn run(jobs: &Receiver<Message>) {
         // `complete` must not take the thread with it: the other jobs still need it.
         let _ = catch_unwind(AssertUnwindSafe(|| job.complete(panic)));
     }
-}
-
-/// Reads `extents` from their files into `buffer`, at whose first byte model address `base` lies. Answers
-/// the bytes read.
-///
-/// # Errors
-/// As [`crate::weights::WeightFile::read_exact_at`], naming file, tensor and offset.
-pub fn read_extents(
-    index: &TensorIndex,
-    extents: impl Iterator<Item = Extent>,
-    base: u64,
-    buffer: &mut [u8],
-) -> Result<u64, WeightsError> {
-    let mut read = 0;
-    for extent in extents {
-        let name = &index.tensor_info(extent.tensor).name;
-        let Some(file) = index.files().get(extent.file as usize) else { continue };
-        let start = usize::try_from(extent.at - base).unwrap_or(usize::MAX);
-        let length = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
-        let Some(place) = buffer.get_mut(start..start.saturating_add(length)) else { continue };
-        file.read_exact_at(extent.file_offset, place, name)?;
-        read += extent.file_bytes;
-    }
-    Ok(read)
 }

@@ -121,20 +121,9 @@ impl Dtype {
         if bits.is_multiple_of(8) { Some(bits / 8) } else { None }
     }
 
-    /// Whether it is a real floating-point number of whole bytes, which a compute type may replace.
-    pub const fn is_float(self) -> bool {
-        matches!(
-            self,
-            Self::F8_E5M2
-                | Self::F8_E4M3
-                | Self::F8_E8M0
-                | Self::F8_E4M3FNUZ
-                | Self::F8_E5M2FNUZ
-                | Self::F16
-                | Self::BF16
-                | Self::F32
-                | Self::F64
-        )
+    /// Whether a compute type may replace it: the formats that the crate's kernels cast.
+    pub const fn is_castable(self) -> bool {
+        matches!(self, Self::F8_E5M2 | Self::F8_E4M3 | Self::F16 | Self::BF16 | Self::F32)
     }
 }
 

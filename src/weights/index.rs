@@ -16,7 +16,7 @@ use super::dtype::Dtype;
 use super::error::{HeaderError, WeightsError};
 use super::file::WeightFile;
 use super::header::{LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
-use super::unit::unit_name;
+use super::unit::{shortest_ancestors, unit_name};
 
 /// A tensor's place in [`TensorIndex::tensors`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -164,7 +164,9 @@ impl TensorIndex {
 
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<TensorId> {
-        find_tensor(&self.tensors, &self.tensors_by_name, name)
+        let by_name = &self.tensors_by_name;
+        let found = by_name.binary_search_by(|id| self.tensors[id.index()].name.as_str().cmp(name)).ok()?;
+        Some(by_name[found])
     }
 
     /// What is known of a tensor.
@@ -263,17 +265,17 @@ fn sorted_by_name(tensors: &[TensorInfo], files: &[WeightFile]) -> Result<Vec<Te
     Ok(ids)
 }
 
-fn find_tensor(tensors: &[TensorInfo], by_name: &[TensorId], name: &str) -> Option<TensorId> {
-    let found = by_name.binary_search_by(|id| tensors[id.index()].name.as_str().cmp(name)).ok()?;
-    Some(by_name[found])
-}
-
 /// The units, in the order of their first tensor.
 fn group(tensors: &[TensorInfo], by_name: &[TensorId]) -> Vec<UnitInfo> {
+    let sorted = by_name.iter().map(|id| tensors[id.index()].name.as_str());
+    let mut ancestors = vec![None; tensors.len()];
+    for (id, ancestor) in by_name.iter().zip(shortest_ancestors(sorted)) {
+        ancestors[id.index()] = ancestor;
+    }
     let mut units: Vec<UnitInfo> = Vec::new();
     let mut numbers: HashMap<&str, usize> = HashMap::new();
-    for (id, tensor) in (0..).map(TensorId).zip(tensors) {
-        let name = unit_name(&tensor.name, |name| find_tensor(tensors, by_name, name).is_some());
+    for ((id, tensor), ancestor) in (0..).map(TensorId).zip(tensors).zip(ancestors) {
+        let name = unit_name(&tensor.name, ancestor);
         let number = *numbers.entry(name).or_insert_with(|| {
             units.push(UnitInfo { name: name.to_owned(), tensors: Vec::new() });
             units.len() - 1

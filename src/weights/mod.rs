@@ -34,6 +34,5 @@ pub use file::{FileIdentity, FileSource, MappedFile, WeightFile};
 pub use header::{Header, HeaderTensor, MAX_HEADER_BYTES, header_length, parse_header, validate};
 pub use index::{TensorId, TensorIndex, TensorInfo, UnitId, UnitInfo};
 pub use layout::{
-    Extent, Extents, LayoutOptions, PAGE_ALIGNED_UNIT_PAGES, PageLayout, Span, TENSOR_ALIGNMENT, TensorPart,
-    TensorPlace, UnitLayout,
+    Extent, Extents, LayoutOptions, PageLayout, Span, TENSOR_ALIGNMENT, TensorPart, TensorPlace, UnitLayout,
 };

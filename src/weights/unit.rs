@@ -14,13 +14,16 @@
 
 #![deny(unsafe_code)]
 
-/// The name of the unit that `tensor` belongs to; `is_tensor` says whether a name is one of the model's
-/// tensors. A name without a dot is its own unit.
-pub(crate) fn unit_name(tensor: &str, is_tensor: impl Fn(&str) -> bool) -> &str {
+/// The name of the unit that `tensor` belongs to; `ancestor` is the length of its shortest leading part
+/// that is itself a tensor, see [`shortest_ancestors`]. A name without a dot is its own unit.
+pub(crate) fn unit_name(tensor: &str, ancestor: Option<usize>) -> &str {
+    let below_weight = tensor
+        .match_indices('.')
+        .map(|(dot, _)| dot)
+        .find(|&dot| ["weight", "bias"].iter().any(|word| ends_with_component(&tensor[..dot], word)));
     // The shortest leading part that already names a parameter decides.
-    let parameter = dots(tensor)
-        .find(|&dot| matches!(last_component(&tensor[..dot]), "weight" | "bias") || is_tensor(&tensor[..dot]))
-        .map_or(tensor, |dot| &tensor[..dot]);
+    let end = ancestor.into_iter().chain(below_weight).min().unwrap_or(tensor.len());
+    let parameter = &tensor[..end];
     match parameter.rfind('.') {
         Some(dot) if dot > 0 => &parameter[..dot],
         // No module is named: the parameter stands for itself.
@@ -28,22 +31,37 @@ pub(crate) fn unit_name(tensor: &str, is_tensor: impl Fn(&str) -> bool) -> &str 
     }
 }
 
-/// Where the dots are, from the left.
-fn dots(name: &str) -> impl Iterator<Item = usize> {
-    name.match_indices('.').map(|(at, _)| at)
+fn ends_with_component(name: &str, component: &str) -> bool {
+    name.strip_suffix(component).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-fn last_component(name: &str) -> &str {
-    name.rsplit('.').next().unwrap_or(name)
+/// For each name of a sorted list, the length of the shortest other name in it that it lies below, as
+/// `a.b.c` lies below `a.b` and `a`.
+///
+/// One sweep, because a damaged file may have names of megabytes: whatever begins with a name follows it
+/// in the order, so the names that the current one begins with form a stack.
+pub(crate) fn shortest_ancestors<'n>(sorted: impl IntoIterator<Item = &'n str>) -> Vec<Option<usize>> {
+    let mut stack: Vec<usize> = Vec::new();
+    let mut previous = "";
+    let mut ancestors = Vec::new();
+    for name in sorted {
+        let common = previous.bytes().zip(name.bytes()).take_while(|(a, b)| a == b).count();
+        while stack.last().is_some_and(|&length| length > common) {
+            stack.pop();
+        }
+        ancestors.push(stack.iter().copied().find(|&length| name.as_bytes().get(length) == Some(&b'.')));
+        stack.push(name.len());
+        previous = name;
+    }
+    ancestors
 }
 
 #[cfg(test)]
 mod tests {
-    use super::unit_name;
+    use super::{shortest_ancestors, unit_name};
 
     #[test]
     fn a_unit_is_the_name_without_its_last_component() {
-        let none = |_: &str| false;
         for (tensor, unit) in [
             ("blocks.3.attn.qkv.weight", "blocks.3.attn.qkv"),
             ("blocks.3.attn.qkv.bias", "blocks.3.attn.qkv"),
@@ -52,6 +70,7 @@ mod tests {
             ("proj.weight.absmax", "proj"),
             ("proj.weight.quant_state.bitsandbytes__nf4", "proj"),
             ("proj.weight._scale", "proj"),
+            ("proj.overweight.x", "proj.overweight"),
             ("blocks.0.modulation", "blocks.0"),
             ("logit_scale", "logit_scale"),
             ("weight", "weight"),
@@ -60,16 +79,45 @@ mod tests {
             ("", ""),
             ("a.", "a"),
         ] {
-            assert_eq!(unit_name(tensor, none), unit, "{tensor}");
+            assert_eq!(unit_name(tensor, None), unit, "{tensor}");
         }
     }
 
     #[test]
     fn what_lies_below_a_tensor_belongs_to_its_unit() {
-        let tensors = ["proj.qdata", "proj.qdata.scale", "table", "table.scale"];
-        let is_tensor = |name: &str| tensors.contains(&name);
-        assert_eq!(unit_name("proj.qdata.scale", is_tensor), "proj");
-        assert_eq!(unit_name("table.scale", is_tensor), "table");
-        assert_eq!(unit_name("table", is_tensor), "table");
+        let mut names = [
+            "proj.qdata",
+            "proj.qdata.scale",
+            "proj.qdata.scale.x",
+            "proj.qdata-y.z",
+            "table",
+            "table.scale",
+        ];
+        names.sort_unstable();
+        let units: Vec<_> = names
+            .iter()
+            .zip(shortest_ancestors(names))
+            .map(|(name, ancestor)| (*name, unit_name(name, ancestor)))
+            .collect();
+        assert_eq!(
+            units,
+            [
+                ("proj.qdata", "proj"),
+                ("proj.qdata-y.z", "proj.qdata-y"),
+                ("proj.qdata.scale", "proj"),
+                ("proj.qdata.scale.x", "proj"),
+                ("table", "table"),
+                ("table.scale", "table"),
+            ]
+        );
+    }
+
+    #[test]
+    fn names_of_megabytes_are_grouped_in_one_sweep() {
+        let name = "a.".repeat(4 << 20);
+        let names = ["a", &name[..1 << 20], &name];
+        assert_eq!(shortest_ancestors(names), [None, Some(1), Some(1)]);
+        assert_eq!(unit_name(&name, Some(1)), "a");
+        assert_eq!(unit_name(&name, None).len(), name.len() - 1);
     }
 }

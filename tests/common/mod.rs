@@ -127,3 +127,61 @@ pub fn assert_nothing_left(device: &SharedDevice) {
 pub fn pager(device: &SharedDevice, options: PagerOptions) -> Arc<Pager> {
     Pager::new(device, options).unwrap()
 }
+
+/// The bytes of a range of the device.
+#[allow(unsafe_code)]
+pub fn read_back(
+    device: &SharedDevice,
+    range: vram_pager::units::DeviceRange,
+    stream: &PagerStream,
+) -> Vec<u8> {
+    let mut bytes = vec![0; usize::try_from(range.bytes).unwrap()];
+    // SAFETY: the caller holds a guard of the range; the target lives past the wait.
+    unsafe { device.copy_to_host(bytes.as_mut_ptr(), range, stream.id()).unwrap() };
+    stream.synchronize().unwrap();
+    bytes
+}
+
+/// Ends the process with a message if it is not dropped within `seconds`: a hang is a failure that a
+/// person can read, not a test run without end.
+pub struct Watchdog {
+    alive: Option<std::sync::mpsc::Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Watchdog {
+    pub fn new(seconds: u64, what: impl Into<String>) -> Self {
+        let what = what.into();
+        let (alive, watched) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let limit = std::time::Duration::from_secs(seconds);
+            if watched.recv_timeout(limit) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("hung for {seconds} s: {what}");
+                std::process::abort();
+            }
+        });
+        Self { alive: Some(alive), thread: Some(thread) }
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        drop(self.alive.take());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+/// A card as its own type, for the hooks that only an emulated one has, and as any device.
+pub fn hooked_card(bytes: u64) -> (Arc<device::emulated::EmulatedDevice>, SharedDevice) {
+    let mut options = device::emulated::EmulatedOptions::new(bytes);
+    options.page_bytes = 64 * KIB;
+    let card = device::emulated::EmulatedDevice::open(options).unwrap();
+    (Arc::clone(&card), card)
+}
+
+/// The number of a unit as its id.
+pub fn unit_id(number: u64) -> UnitId {
+    UnitId(u32::try_from(number).unwrap())
+}

@@ -215,9 +215,7 @@ fn summary(out: &mut dyn Write, file: &str, index: &TensorIndex, layout: &PageLa
     )?;
     for (key, value) in index.metadata() {
         const SHOWN: usize = 80;
-        let short: String = value.chars().take(SHOWN).collect();
-        let more = if short.len() < value.len() { " ..." } else { "" };
-        writeln!(out, "metadata: {} = {}{more}", output::printable(key), output::printable(&short))?;
+        writeln!(out, "metadata: {} = {}", output::shorten(key, SHOWN), output::shorten(value, SHOWN))?;
     }
     Ok(())
 }
@@ -251,12 +249,7 @@ fn every_tensor(out: &mut dyn Write, index: &TensorIndex, layout: &PageLayout) -
             let tensor = index.tensor_info(id);
             let own = tensor.name.strip_prefix(&unit.name).and_then(|rest| rest.strip_prefix('.'));
             let name = format!("  {}", own.unwrap_or(&tensor.name));
-            table.row([
-                &name,
-                tensor.dtype.name(),
-                &format!("{:?}", tensor.shape),
-                &format_size(tensor.bytes),
-            ]);
+            table.row([&name, tensor.dtype.name(), &shape(&tensor.shape), &format_size(tensor.bytes)]);
         }
     }
     table.write(out)
@@ -273,17 +266,16 @@ fn alike_units(out: &mut dyn Write, index: &TensorIndex, layout: &PageLayout) ->
     let mut groups: Vec<Alike> = Vec::new();
     let mut found: HashMap<(String, String), usize> = HashMap::new();
     for unit in index.units() {
-        let pattern: Vec<&str> =
-            unit.name.split('.').map(|part| if is_number(part) { "*" } else { part }).collect();
+        let pattern = pattern(&unit.name);
         let tensors: Vec<String> = unit
             .tensors
             .iter()
             .map(|&id| {
                 let tensor = index.tensor_info(id);
-                format!("{} {:?}", tensor.dtype, tensor.shape)
+                format!("{} {}", tensor.dtype, shape(&tensor.shape))
             })
             .collect();
-        let key = (pattern.join("."), tensors.join(", "));
+        let key = (pattern, tensors.join(", "));
         let group = *found.entry(key).or_insert_with_key(|(pattern, tensors)| {
             let (pattern, tensors) = (pattern.clone(), tensors.clone());
             groups.push(Alike { pattern, units: 0, bytes: 0, tensors });
@@ -308,6 +300,43 @@ fn alike_units(out: &mut dyn Write, index: &TensorIndex, layout: &PageLayout) ->
     writeln!(out, "\n{} hold more than one unit. --all lists every tensor.", count(shared, "page"))
 }
 
-fn is_number(part: &str) -> bool {
-    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
+/// A unit's name with `*` for every component that is a number.
+fn pattern(name: &str) -> String {
+    let mut pattern = String::with_capacity(name.len());
+    for (number, part) in name.split('.').enumerate() {
+        if number > 0 {
+            pattern.push('.');
+        }
+        let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        pattern.push_str(if is_number { "*" } else { part });
+    }
+    pattern
+}
+
+/// A shape as `[2, 3]`; a damaged file may have millions of dimensions, of which a few are shown.
+fn shape(shape: &[u64]) -> String {
+    const SHOWN: usize = 8;
+    match shape.get(..SHOWN) {
+        Some(first) if shape.len() > SHOWN => format!("{first:?} and {} more", shape.len() - SHOWN),
+        _ => format!("{shape:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_become_stars_and_nothing_else_changes() {
+        assert_eq!(pattern("blocks.12.mlp.0"), "blocks.*.mlp.*");
+        assert_eq!(pattern("conv1..2b."), "conv1..2b.");
+        assert_eq!(pattern(""), "");
+    }
+
+    #[test]
+    fn a_shape_of_millions_is_cut() {
+        assert_eq!(shape(&[]), "[]");
+        assert_eq!(shape(&[2, 3]), "[2, 3]");
+        assert_eq!(shape(&[1; 1000]), "[1, 1, 1, 1, 1, 1, 1, 1] and 992 more");
+    }
 }

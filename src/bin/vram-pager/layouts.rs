@@ -3,7 +3,6 @@
 //! Names, types, shapes and order are those of the published checkpoints; a test holds the count and the
 //! total bytes to them.
 
-use clap::ValueEnum;
 use serde::Deserialize;
 use vram_pager::weights::Dtype;
 
@@ -23,7 +22,7 @@ fn dtype<'de, D: serde::Deserializer<'de>>(json: D) -> Result<Dtype, D::Error> {
 }
 
 /// A published model.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub(crate) enum Model {
     /// FLUX.1-dev, an image transformer: 780 BF16 tensors, 23.8 GB
     #[value(name = "flux1-dev")]
@@ -267,6 +266,8 @@ fn sdxl_attention(list: &mut List, name: &str, width: u64, depth: u32) {
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum as _;
+
     use super::*;
 
     /// Tensors and bytes as published.

@@ -12,6 +12,9 @@ use std::process::ExitCode;
 use serde::Serialize;
 use vram_pager::weights::WeightsError;
 
+/// Longer cells of a table are cut.
+const MAX_CELL_CHARS: usize = 160;
+
 /// Longer messages are cut: a name out of a damaged file may have megabytes.
 const MAX_MESSAGE_CHARS: usize = 2000;
 
@@ -37,11 +40,7 @@ impl Failure {
             Self::Interrupted => ("interrupted", 130),
             Self::ClosedPipe => return ExitCode::SUCCESS,
         };
-        let mut shown = printable(text).into_owned();
-        if let Some((cut, _)) = shown.char_indices().nth(MAX_MESSAGE_CHARS) {
-            shown.truncate(cut);
-            shown.push_str(" ...");
-        }
+        let shown = shorten(text, MAX_MESSAGE_CHARS);
         // If standard error is closed as well there is nobody left to tell.
         let _ = writeln!(io::stderr(), "error: {shown}");
         ExitCode::from(code)
@@ -117,6 +116,14 @@ pub(crate) fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
+/// `text` made [`printable`], and cut to `chars` characters.
+pub(crate) fn shorten(text: &str, chars: usize) -> String {
+    match text.char_indices().nth(chars) {
+        Some((cut, _)) => format!("{} ...", printable(&text[..cut])),
+        None => printable(text).into_owned(),
+    }
+}
+
 /// `1 tensor`, `2 tensors`.
 pub(crate) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
@@ -146,9 +153,9 @@ impl Table {
         }
     }
 
-    /// Adds a row; cells are made [`printable`], missing ones are empty.
+    /// Adds a row; cells are made [`printable`] and not too long, missing ones are empty.
     pub(crate) fn row<S: AsRef<str>>(&mut self, cells: impl IntoIterator<Item = S>) {
-        self.rows.push(cells.into_iter().map(|cell| printable(cell.as_ref()).into_owned()).collect());
+        self.rows.push(cells.into_iter().map(|cell| shorten(cell.as_ref(), MAX_CELL_CHARS)).collect());
     }
 
     /// Writes it.
@@ -186,6 +193,15 @@ mod tests {
         assert_eq!(printable("a\x1b[2Jb\n"), "a\\u{1b}[2Jb\\n");
         assert_eq!(printable("\u{202e}gpj"), "\\u{202e}gpj");
         assert_eq!(printable("größe"), "größe");
+    }
+
+    #[test]
+    fn a_cell_of_any_length_is_cut_and_the_table_stands() {
+        let mut table = Table::new(&[("name", Align::Left)]);
+        table.row(["x".repeat(1 << 20)]);
+        let mut text = Vec::new();
+        table.write(&mut text).unwrap();
+        assert!(text.len() < 1000);
     }
 
     #[test]

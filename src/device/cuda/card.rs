@@ -149,7 +149,7 @@ impl CudaDevice {
                 return Err(error);
             }
         }
-        self.context.bind().map_err(|refusal| self.refused(refusal))
+        self.context.bind().map_err(|refusal| self.unbound(refusal))
     }
 
     /// Begins a call that gives something back: `None` if the card is lost and there is nobody to give it
@@ -158,7 +158,17 @@ impl CudaDevice {
         if self.lost.get().is_some() {
             return Ok(None);
         }
-        self.context.bind().map(Some).map_err(|refusal| self.refused(refusal))
+        let bound = self.context.bind().or_else(|_| self.context.bind());
+        bound.map(Some).map_err(|refusal| self.unbound(refusal))
+    }
+
+    /// The error of a context that could not be bound, made without another call that needs it.
+    fn unbound(&self, refusal: Refusal) -> DeviceError {
+        let Refusal { call, code } = refusal;
+        match classify(code) {
+            Class::Sticky => self.refused(refusal),
+            _ => DeviceError::Driver { call, code, name: code_name(self.driver, code) },
+        }
     }
 
     /// The latched loss, if there is one.
@@ -345,8 +355,8 @@ impl Clock for CudaDevice {
 
     fn set_now(&self, _time: ModelTime) {}
 
-    unsafe fn charge_compute(&self, _stream: StreamId, _duration: Duration) -> Result<(), DeviceError> {
-        Ok(())
+    unsafe fn charge_compute(&self, stream: StreamId, _duration: Duration) -> Result<(), DeviceError> {
+        self.raw_stream("charge_compute", stream).map(|_| ())
     }
 
     fn charge_host(&self, _duration: Duration) {}

@@ -10,7 +10,7 @@ use std::ptr::null_mut;
 
 use cudarc::driver::sys;
 
-use super::driver::{Driver, MISSING, Refusal};
+use super::driver::{Driver, MISSING, Refusal, insist};
 
 /// A retained primary context.
 pub(super) struct Context {
@@ -60,7 +60,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: retained once, released once. A refusal (the driver is shutting down with the process)
         // leaves nothing to do.
-        let _ = unsafe { self.driver.primary_ctx_release(self.device) };
+        let _ = insist(|| unsafe { self.driver.primary_ctx_release(self.device) });
     }
 }
 
@@ -74,10 +74,11 @@ pub(super) struct Bound<'a> {
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         if self.pushed {
-            let mut popped = null_mut();
+            let mut popped: sys::CUcontext = null_mut();
+            let popped = &raw mut popped;
             // SAFETY: this thread pushed the context, and whatever was pushed in between was popped: no
             // call made under the binding leaves one behind.
-            let _ = unsafe { self.driver.ctx_pop_current(&raw mut popped) };
+            let _ = insist(|| unsafe { self.driver.ctx_pop_current(popped) });
         }
     }
 }

@@ -28,6 +28,12 @@ pub(super) struct Refusal {
 /// The answer of a driver call.
 pub(super) type Answer = Result<(), Refusal>;
 
+/// Makes a call that gives something back, and makes it once more if it is refused: the refusal may report
+/// the failure of earlier work, and what is not given back now is lost.
+pub(super) fn insist(call: impl Fn() -> Answer) -> Answer {
+    call().or_else(|first| call().map_err(|_| first))
+}
+
 macro_rules! driver_table {
     ($( $name:ident = $symbol:literal ( $($arg:ident : $kind:ty),* $(,)? ); )*) => {
         /// Function pointers into the driver library, each absent where the library lacks it.

@@ -15,7 +15,7 @@ use parking_lot::RwLock;
 
 use super::card::{CudaDevice, code_name, count};
 use super::code::{Class, classify};
-use super::driver::{Driver, Refusal};
+use super::driver::{Driver, Refusal, insist};
 use crate::device::kernels::builtin;
 use crate::device::{
     DeviceError, KernelArg, KernelId, KernelModule, Kernels, Launch, MAX_KERNEL_ARGS, StreamId,
@@ -99,7 +99,7 @@ impl KernelTable {
             if module.handle != 0 {
                 // SAFETY: loaded by us, and no function of it is named again. The device goes away, and
                 // nobody is left to tell of a refusal.
-                let _ = unsafe { driver.module_unload(without_provenance_mut(module.handle)) };
+                let _ = insist(|| unsafe { driver.module_unload(without_provenance_mut(module.handle)) });
                 module.handle = 0;
             }
         }

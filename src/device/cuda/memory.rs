@@ -16,8 +16,8 @@ use cudarc::driver::sys;
 use parking_lot::Mutex;
 
 use super::card::{CudaDevice, count, frame_properties, location};
-use super::code::{Class, OUT_OF_MEMORY, classify};
-use super::driver::{Answer, Refusal};
+use super::code::OUT_OF_MEMORY;
+use super::driver::{Answer, Refusal, insist};
 use crate::device::handle::host_page_bytes;
 use crate::device::{DeviceError, FrameId, HostMemory, VirtualMemory};
 use crate::units::{DeviceAddress, DeviceRange};
@@ -99,14 +99,14 @@ impl Tables {
             return Err(misuse("map", format!("{at:?} lies in no reserved range")));
         }
         if let Some(other) = self.mapping_in(at) {
-            return Err(misuse("map", format!("{at:?} is mapped already, at {other:?}")));
+            return Err(misuse("map", format!("{at:?} overlaps the mapping {other:?}")));
         }
         let Some(known) = self.frames.get_mut(&frame.0).filter(|known| !known.released) else {
             return Err(misuse("map", format!("frame {} does not exist", frame.0)));
         };
         if known.bytes != at.bytes {
             let why = format!("frame {} has {} bytes, the place {at:?} has not", frame.0, known.bytes);
-            return Err(misuse("map", why));
+            return Err(DeviceError::InvalidArgument { call: "map", why });
         }
         known.mappings += 1;
         self.mappings.insert(at.start.0, (frame.0, at.bytes));
@@ -169,14 +169,9 @@ impl CudaDevice {
             .map_err(|_| DeviceError::InvalidArgument { call, why: format!("{bytes} bytes are too many") })
     }
 
-    /// Makes a call that gives something back. A refusal may report earlier work's failure, so the call is
-    /// made once more before it counts as refused.
+    /// Makes a call that gives something back, as [`insist`] does.
     pub(super) fn give_back(&self, call: impl Fn() -> Answer) -> Result<(), DeviceError> {
-        match call() {
-            Ok(()) => Ok(()),
-            Err(first) if classify(first.code) == Class::Sticky => Err(self.refused(first)),
-            Err(first) => call().map_err(|_| self.refused(first)),
-        }
+        insist(call).map_err(|refusal| self.refused(refusal))
     }
 }
 
@@ -198,7 +193,7 @@ impl VirtualMemory for CudaDevice {
         {
             let mut tables = self.memory.0.lock();
             if tables.ranges.get(&range.start.0) != Some(&range.bytes) {
-                return Err(misuse("free", format!("{range:?} is no reserved range")));
+                return Err(misuse("free", format!("{range:?} is not reserved")));
             }
             if let Some(mapping) = tables.mapping_in(range) {
                 return Err(misuse("free", format!("{mapping:?} is still mapped in {range:?}")));
@@ -286,7 +281,8 @@ impl VirtualMemory for CudaDevice {
         let length = self.whole("set_access", run.bytes)?;
         let _bound = self.enter()?;
         if !self.memory.0.lock().is_whole_mappings(run) {
-            return Err(misuse("set_access", format!("{run:?} does not consist of whole mappings")));
+            let why = format!("{run:?} does not consist of whole mappings: some of it is not mapped");
+            return Err(misuse("set_access", why));
         }
         let access = sys::CUmemAccessDesc {
             location: location(self.device),
@@ -302,7 +298,11 @@ impl VirtualMemory for CudaDevice {
     unsafe fn unmap(&self, at: DeviceRange) -> Result<(), DeviceError> {
         let covered = self.memory.0.lock().mappings.get(&at.start.0).map(|(_, bytes)| *bytes);
         if covered != Some(at.bytes) {
-            return Err(misuse("unmap", format!("{at:?} is not the whole of one mapping")));
+            let why = match covered {
+                Some(bytes) => format!("{at:?} is not the whole of the mapping of {bytes} bytes there"),
+                None => format!("{at:?} is not mapped"),
+            };
+            return Err(misuse("unmap", why));
         }
         count(&self.counters.unmap, 1);
         let Some(_bound) = self.enter_to_release()? else {
@@ -427,7 +427,7 @@ mod tests {
         {
             assert!(tables.note_mapping(at, FrameId(frame)).unwrap_err().is_misuse(), "{at:?}");
         }
-        assert!(tables.note_mapping(range(1300, 50), FrameId(1)).unwrap_err().is_misuse(), "size");
+        assert!(tables.note_mapping(range(1300, 50), FrameId(1)).is_err(), "size");
         assert!(tables.note_mapping(range(1300, 100), FrameId(9)).unwrap_err().is_misuse(), "frame");
         tables.note_mapping(range(1300, 100), FrameId(0)).unwrap();
         assert!(tables.is_whole_mappings(range(1200, 200)));

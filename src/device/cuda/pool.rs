@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::card::{CudaDevice, location};
 use super::code::{Class, NOT_READY, classify};
-use super::driver::{Driver, Refusal};
+use super::driver::{Driver, Refusal, insist};
 use super::stream::EVENT_FLAGS;
 use crate::device::{ActivationPool, DeviceError, PoolFigures, StreamId};
 use crate::units::{DeviceAddress, DeviceRange};
@@ -103,19 +103,17 @@ impl Pool {
         let mut kept = Vec::new();
         for block in leaving {
             // SAFETY: the list owns the event alone.
-            let passed = match unsafe { driver.event_query(block.event) } {
-                Err(Refusal { code: NOT_READY, .. }) if wait => {
-                    // SAFETY: as above.
-                    unsafe { driver.event_synchronize(block.event) }
-                }
-                answer => answer,
-            };
+            let query = || unsafe { driver.event_query(block.event) };
+            // SAFETY: as above.
+            let synchronize = || unsafe { driver.event_synchronize(block.event) };
+            let passed = if wait { insist(synchronize) } else { query() };
             match passed {
                 Ok(()) => {
                     // SAFETY: the stream has passed the point where the block was freed.
-                    let freed = unsafe { driver.mem_free(block.address) };
+                    let freed = insist(|| unsafe { driver.mem_free(block.address) });
                     // SAFETY: the event is ours and not named again.
-                    outcome = outcome.and(freed).and(unsafe { driver.event_destroy(block.event) });
+                    let destroyed = insist(|| unsafe { driver.event_destroy(block.event) });
+                    outcome = outcome.and(freed).and(destroyed);
                 }
                 Err(Refusal { code: NOT_READY, .. }) => kept.push(block),
                 Err(refusal) => {
@@ -134,7 +132,7 @@ impl Pool {
         let _ = self.reap(driver, true);
         if self.is_native() {
             // SAFETY: the pool is ours; allocations still in it keep it until they are freed.
-            let _ = unsafe { driver.mem_pool_destroy(self.native) };
+            let _ = insist(|| unsafe { driver.mem_pool_destroy(self.native) });
         }
     }
 
@@ -179,7 +177,7 @@ fn native_pool(driver: &Driver, device: sys::CUdevice) -> Result<sys::CUmemoryPo
     let set = unsafe { driver.mem_pool_set_attribute(pool, attribute, (&raw mut keep_all).cast::<c_void>()) };
     if let Err(refusal) = set {
         // SAFETY: nothing was taken from the pool.
-        let _ = unsafe { driver.mem_pool_destroy(pool) };
+        let _ = insist(|| unsafe { driver.mem_pool_destroy(pool) });
         return Err(refusal);
     }
     Ok(pool)
@@ -245,7 +243,7 @@ impl CudaDevice {
         // SAFETY: the event was made above, the stream is live.
         if let Err(refusal) = unsafe { self.driver.event_record(event, stream) } {
             // SAFETY: ours, not named again.
-            let _ = unsafe { self.driver.event_destroy(event) };
+            let _ = insist(|| unsafe { self.driver.event_destroy(event) });
             return Err(refusal);
         }
         self.pool.state.lock().leaving.push(Leaving { address, bytes, event });

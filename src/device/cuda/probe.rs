@@ -12,7 +12,7 @@ use cudarc::driver::sys;
 use super::card::{code_name, frame_properties, location};
 use super::code::{NO_DEVICE, OUT_OF_MEMORY, advice};
 use super::context::Context;
-use super::driver::{Driver, MISSING, Refusal, driver};
+use super::driver::{Driver, MISSING, Refusal, driver, insist};
 use super::pool::Pool;
 use crate::device::DeviceError;
 
@@ -23,7 +23,7 @@ pub(super) const USUAL_GRANULARITY: u64 = 2 << 20;
 const OLDEST_DRIVER: c_int = 12_000;
 
 /// The calls without which nothing works; all others are missed only by what needs them.
-const REQUIRED: [&str; 20] = [
+const REQUIRED: [&str; 18] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuDeviceGetCount",
@@ -33,8 +33,6 @@ const REQUIRED: [&str; 20] = [
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
     "cuMemGetInfo_v2",
-    "cuMemAlloc_v2",
-    "cuMemFree_v2",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuEventCreate",
@@ -249,7 +247,7 @@ pub(super) fn virtual_memory(driver: &Driver, device: sys::CUdevice) -> Result<u
     unsafe { driver.mem_address_reserve(&raw mut base, 2 * granule, granule, 0, 0)? };
     let outcome = try_frame(driver, device, base, granule);
     // SAFETY: the range was reserved above and `try_frame` left nothing mapped in it.
-    let freed = unsafe { driver.mem_address_free(base, 2 * granule) };
+    let freed = insist(|| unsafe { driver.mem_address_free(base, 2 * granule) });
     match outcome {
         Err(Refusal { code: OUT_OF_MEMORY, .. }) => {
             let name = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
@@ -296,8 +294,8 @@ fn try_frame(
     }
     for at in mapped {
         // SAFETY: mapped above, used by nobody.
-        outcome = outcome.and(unsafe { driver.mem_unmap(at, granule) });
+        outcome = outcome.and(insist(|| unsafe { driver.mem_unmap(at, granule) }));
     }
     // SAFETY: created above, not named again.
-    outcome.and(unsafe { driver.mem_release(frame) })
+    outcome.and(insist(|| unsafe { driver.mem_release(frame) }))
 }

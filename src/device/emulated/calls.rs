@@ -7,7 +7,7 @@
 
 use super::card::EmulatedDevice;
 use super::fault::CallKind;
-use super::memory::HostSpan;
+use super::usage::HostSpan;
 use crate::device::handle::host_page_bytes;
 use crate::device::{DeviceError, FrameId, HostMemory, VirtualMemory};
 use crate::units::DeviceRange;

@@ -10,14 +10,16 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
 use super::backing::{Backing, MappingBudget};
-use super::clock::{CallCosts, Engines, HostClock};
+use super::clock::{CallCosts, Engine, Engines, HostClock};
 use super::fault::{CallKind, Fault, FaultError, Faults};
-use super::memory::{Memory, Refusal};
+use super::memory::Memory;
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
+use super::usage::Refusal;
 use crate::device::handle::host_page_bytes;
 use crate::device::kernels::{HostTwin, builtin};
 use crate::device::{
@@ -28,7 +30,7 @@ use crate::units::{GIB, KIB, MIB, ModelTime, Rate, format_size};
 /// The default page of an emulated card in bytes, as on current CUDA cards.
 pub const DEFAULT_PAGE_BYTES: u64 = 2 * MIB;
 
-/// The default link, about what PCIe 4 x16 reaches.
+/// The default link, about what sixteen lanes of the fourth PCI Express generation reach.
 pub const DEFAULT_LINK: Rate = Rate(25_000_000_000);
 
 /// Errors that are kept for later; more are dropped, the first tell the story.
@@ -90,14 +92,12 @@ impl EmulatedOptions {
 
     /// The device string that names such a card, as far as a string can.
     fn name(&self, bytes: u64) -> String {
-        let mut name = format!("emulated:{}", exact_size(bytes));
-        if self.page_bytes != DEFAULT_PAGE_BYTES {
-            name += &format!(",page={}", exact_size(self.page_bytes));
+        let size = exact_size(bytes);
+        let bytes = if self.keeps_bytes { "" } else { ",bytes=none" };
+        match self.page_bytes {
+            DEFAULT_PAGE_BYTES => format!("emulated:{size}{bytes}"),
+            page => format!("emulated:{size},page={}{bytes}", exact_size(page)),
         }
-        if !self.keeps_bytes {
-            name += ",bytes=none";
-        }
-        name
     }
 }
 
@@ -148,6 +148,10 @@ impl StreamEntry {
     }
 }
 
+fn no_stream(call: &'static str, stream: StreamId) -> DeviceError {
+    DeviceError::Misuse { call, why: format!("stream {} does not exist (any more)", stream.0) }
+}
+
 /// Streams, events and engines.
 #[derive(Debug, Default)]
 pub(super) struct Control {
@@ -168,10 +172,22 @@ impl Control {
         call: &'static str,
         stream: StreamId,
     ) -> Result<&mut StreamEntry, DeviceError> {
-        self.streams.get_mut(&stream.0).ok_or_else(|| DeviceError::Misuse {
-            call,
-            why: format!("stream {} does not exist (any more)", stream.0),
-        })
+        self.streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))
+    }
+
+    /// Places something on `stream` and an engine; answers the stream's entry.
+    pub(super) fn schedule(
+        &mut self,
+        call: &'static str,
+        stream: StreamId,
+        engine: Engine,
+        earliest: ModelTime,
+        duration: Duration,
+    ) -> Result<&mut StreamEntry, DeviceError> {
+        let Self { streams, engines, .. } = self;
+        let entry = streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))?;
+        engines.schedule(engine, &mut entry.end, earliest, duration);
+        Ok(entry)
     }
 
     /// Starts a stream with its worker.
@@ -337,15 +353,15 @@ impl EmulatedDevice {
         self.shared.delay_seed.store(seed, Ordering::Relaxed);
     }
 
-    /// Test hook: holds `stream` back from here on, until the answer is dropped (or the device is).
+    /// Test hook: holds `stream` back from here on, until the answer is dropped (or the device is). On the
+    /// modelled clock it lasts for `modelled`, without occupying an engine.
     ///
-    /// It costs no modelled time. A wait for later work of the stream blocks as long as the hold lasts,
-    /// and so does a query that answers done by modelled time: charge compute after the hold to have it
-    /// answer *not done*.
+    /// A wait for later work of the stream blocks as long as the hold lasts, and so does a query that
+    /// answers *done* by modelled time: choose a `modelled` that the host's time does not reach.
     ///
     /// # Errors
     /// An unknown stream is misuse; a device without bytes has no work in flight to hold.
-    pub fn hold(&self, stream: StreamId) -> Result<Hold, DeviceError> {
+    pub fn hold(&self, stream: StreamId, modelled: Duration) -> Result<Hold, DeviceError> {
         if !self.options.keeps_bytes {
             return Err(DeviceError::Unsupported {
                 device: self.info.name.clone(),
@@ -355,7 +371,8 @@ impl EmulatedDevice {
         }
         let mut control = self.control.lock();
         let state = Arc::new(HoldState::default());
-        control.stream("hold", stream)?.queue.push(Work::Hold(Arc::clone(&state)));
+        let entry = control.schedule("hold", stream, Engine::None, self.clock.now(), modelled)?;
+        entry.queue.push(Work::Hold(Arc::clone(&state)));
         control.holds.push(Arc::downgrade(&state));
         Ok(Hold { state })
     }

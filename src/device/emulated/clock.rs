@@ -105,7 +105,7 @@ pub(super) enum Engine {
 }
 
 /// When each engine is free again.
-#[derive(Clone, Copy, Default, Debug)]
+#[derive(Default, Debug)]
 pub(super) struct Engines {
     compute: ModelTime,
     to_device: ModelTime,

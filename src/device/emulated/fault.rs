@@ -144,7 +144,7 @@ pub(super) struct Faults {
 impl Faults {
     pub(super) fn inject(&self, fault: Fault) {
         let mut armed = self.armed.lock();
-        armed.push(Armed { fault, seen: 0 });
+        armed.push(Armed { fault: Fault { nth: fault.nth.max(1), ..fault }, seen: 0 });
         self.armed_count.store(armed.len(), Ordering::Release);
     }
 

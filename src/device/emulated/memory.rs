@@ -7,7 +7,7 @@
 //! too) and what other processes hold never exceed the card.
 //!
 //! [`Memory`] is a plain value behind the device's memory lock; nothing under it calls out. May import
-//! `backing`, `pool`, `stream` (for operations), `units`.
+//! `backing`, `pool`, `usage`, `units`.
 
 #![deny(unsafe_code)]
 
@@ -15,90 +15,34 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::backing::{self, Backing, MappingBudget, Slots};
 use super::pool::Pool;
-use super::stream::Work;
+use super::usage::{HostBlock, Refusal};
 use crate::device::{DeviceError, FrameId, MemoryFigures};
 use crate::units::{DeviceAddress, DeviceRange, format_size};
 
-/// A run of host memory, as a number.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct HostSpan {
-    pub(super) address: u64,
-    pub(super) bytes: u64,
-    /// Whether its page-locked block counts it as in use.
-    counted: bool,
-}
-
-impl HostSpan {
-    pub(super) fn new(start: *const u8, bytes: u64) -> Self {
-        Self { address: start.expose_provenance() as u64, bytes, counted: false }
-    }
-
-    pub(super) fn pointer(self) -> *mut u8 {
-        std::ptr::with_exposed_provenance_mut(usize::try_from(self.address).unwrap_or(usize::MAX))
-    }
-
-    pub(super) fn as_range(self) -> DeviceRange {
-        DeviceRange::new(DeviceAddress(self.address), self.bytes)
-    }
-}
-
-/// Why memory cannot be given back or opened.
-#[derive(Debug)]
-pub(super) enum Refusal {
-    /// An error that is complete.
-    Error(DeviceError),
-    /// An operation in flight uses these addresses of the device; the caller names it.
-    InUse(DeviceRange),
-    /// An operation in flight uses this host memory; the caller names it.
-    HostInUse(DeviceRange),
-}
-
-impl From<DeviceError> for Refusal {
-    fn from(error: DeviceError) -> Self {
-        Self::Error(error)
-    }
-}
-
-impl Refusal {
-    /// The error, with the operation (its call, stream and number) if it is still unfinished.
-    pub(super) fn name(self, call: &'static str, user: Option<(&'static str, u64, u64)>) -> DeviceError {
-        let (what, at) = match self {
-            Self::Error(error) => return error,
-            Self::InUse(page) => ("the page", page),
-            Self::HostInUse(block) => ("the page-locked block", block),
-        };
-        let by = match user {
-            Some((user, stream, sequence)) => format!("{user} enqueued at stream {stream} #{sequence}"),
-            None => "an operation that has finished since".to_owned(),
-        };
-        DeviceError::Misuse { call, why: format!("{what} {at:?} was in use by {by}") }
-    }
-}
-
 /// No frame.
-const UNMAPPED: u32 = u32::MAX;
+pub(super) const UNMAPPED: u32 = u32::MAX;
 
 /// One page of a reserved range.
 #[derive(Clone, Copy, Debug)]
-struct Page {
+pub(super) struct Page {
     /// The frame's place in the list, or [`UNMAPPED`].
-    frame: u32,
+    pub(super) frame: u32,
     /// The page's number within the frame.
-    part: u32,
+    pub(super) part: u32,
     /// Operations in flight that use it.
-    pending: u32,
-    accessible: bool,
+    pub(super) pending: u32,
+    pub(super) accessible: bool,
 }
 
 const CLOSED: Page = Page { frame: UNMAPPED, part: 0, pending: 0, accessible: false };
 
 #[derive(Debug)]
-struct Reserved {
-    bytes: u64,
+pub(super) struct Reserved {
+    pub(super) bytes: u64,
     /// Whether it holds a chunk of the pool, which no caller may map, unmap or free.
-    pool: bool,
-    mapped: usize,
-    pages: Vec<Page>,
+    pub(super) pool: bool,
+    pub(super) mapped: usize,
+    pub(super) pages: Vec<Page>,
 }
 
 #[derive(Debug)]
@@ -118,32 +62,26 @@ impl Frame {
     }
 }
 
-#[derive(Debug)]
-struct HostBlock {
-    bytes: u64,
-    pending: u32,
-}
-
 /// All memory of one device.
 #[derive(Debug)]
 pub(super) struct Memory {
     name: String,
-    page_bytes: u64,
+    pub(super) page_bytes: u64,
     total_bytes: u64,
     used_bytes: u64,
     other_bytes: u64,
-    backing: Option<Backing>,
+    pub(super) backing: Option<Backing>,
     budget: MappingBudget,
-    reserved: BTreeMap<u64, Reserved>,
+    pub(super) reserved: BTreeMap<u64, Reserved>,
     frames: Vec<Frame>,
     vacant: Vec<u32>,
     live_frames: u64,
     live_mappings: u64,
-    blocks: BTreeMap<u64, HostBlock>,
-    page_locked_bytes: u64,
+    pub(super) blocks: BTreeMap<u64, HostBlock>,
+    pub(super) page_locked_bytes: u64,
     pub(super) pool: Pool,
     /// The frame behind each chunk of the pool.
-    chunk_frames: HashMap<DeviceAddress, FrameId>,
+    pub(super) chunk_frames: HashMap<DeviceAddress, FrameId>,
 }
 
 impl Memory {
@@ -224,11 +162,15 @@ impl Memory {
         let refuse = |why: &str| DeviceError::Host { call, bytes, why: why.to_owned() };
         let count = usize::try_from(count).map_err(|_| refuse("more than an address space"))?;
         self.budget.change(call, bytes, 1)?;
+        // The addresses first: a length that no address space has is refused before it costs memory.
         let mut pages = Vec::new();
-        let reserved = pages
-            .try_reserve_exact(count)
-            .map_err(|error| refuse(&error.to_string()))
-            .and_then(|()| backing::reserve(bytes, self.page_bytes));
+        let reserved = backing::reserve(bytes, self.page_bytes).and_then(|start| {
+            pages.try_reserve_exact(count).map_err(|error| {
+                backing::release(DeviceRange::new(start, bytes));
+                refuse(&error.to_string())
+            })?;
+            Ok(start)
+        });
         let start = match reserved {
             Ok(start) => start,
             Err(error) => {
@@ -257,7 +199,7 @@ impl Memory {
         }
     }
 
-    fn free_checked(&mut self, range: DeviceRange) -> Result<(), DeviceError> {
+    pub(super) fn free_checked(&mut self, range: DeviceRange) -> Result<(), DeviceError> {
         self.reserved.remove(&range.start.0);
         backing::release(range);
         self.budget.change("free", range.bytes, -1)
@@ -265,7 +207,7 @@ impl Memory {
 
     /// The reserved range around `range`: its start and the numbers of the first page and the one after
     /// the last.
-    fn locate(&self, range: DeviceRange) -> Option<(u64, &Reserved, usize, usize)> {
+    pub(super) fn locate(&self, range: DeviceRange) -> Option<(u64, &Reserved, usize, usize)> {
         let (start, reserved) = self.reserved.range(..=range.start.0).next_back()?;
         let whole = DeviceRange::new(DeviceAddress(*start), reserved.bytes);
         if !whole.contains(range) {
@@ -454,7 +396,7 @@ impl Memory {
     }
 
     /// Unmaps whole mappings that nothing uses.
-    fn unmap_checked(&mut self, at: DeviceRange) -> Result<(), DeviceError> {
+    pub(super) fn unmap_checked(&mut self, at: DeviceRange) -> Result<(), DeviceError> {
         let Some((start, reserved, first, end)) = self.locate(at) else { return Ok(()) };
         let place = reserved.pages[first].frame;
         if self.backing.is_some() && reserved.pages[first].accessible {
@@ -474,199 +416,6 @@ impl Memory {
         self.drop_if_unused(place);
         Ok(())
     }
-
-    // Page-locked memory.
-
-    pub(super) fn page_lock(&mut self, span: HostSpan, host_page: u64) -> Result<(), DeviceError> {
-        let call = "page_lock";
-        let aligned = span.address.is_multiple_of(host_page) && span.bytes.is_multiple_of(host_page);
-        if span.bytes == 0 || !aligned || span.address.checked_add(span.bytes).is_none() {
-            let why = format!("{:?} is not whole host pages of {host_page} bytes", span.as_range());
-            return Err(DeviceError::InvalidArgument { call, why });
-        }
-        let before = self.blocks.range(..span.address + span.bytes).next_back();
-        if let Some((start, block)) = before
-            && start + block.bytes > span.address
-        {
-            let why = format!("{:?} overlaps the block at {start:#x}, page-locked before", span.as_range());
-            return Err(DeviceError::Misuse { call, why });
-        }
-        self.blocks.insert(span.address, HostBlock { bytes: span.bytes, pending: 0 });
-        self.page_locked_bytes += span.bytes;
-        Ok(())
-    }
-
-    /// Undoes a page lock.
-    pub(super) fn page_unlock(&mut self, address: u64) -> Result<(), Refusal> {
-        let Some(block) = self.blocks.get(&address) else {
-            let why = format!("no page-locked block begins at {address:#x}");
-            return Err(DeviceError::Misuse { call: "page_unlock", why }.into());
-        };
-        if block.pending > 0 {
-            return Err(Refusal::HostInUse(DeviceRange::new(DeviceAddress(address), block.bytes)));
-        }
-        self.page_locked_bytes -= block.bytes;
-        self.blocks.remove(&address);
-        Ok(())
-    }
-
-    // Operations in flight.
-
-    fn refuse_pending(&self, run: DeviceRange) -> Result<(), Refusal> {
-        self.page_in_use(run).map_or(Ok(()), |page| Err(Refusal::InUse(page)))
-    }
-
-    /// The first page of `run` that an operation in flight uses.
-    fn page_in_use(&self, run: DeviceRange) -> Option<DeviceRange> {
-        let (start, reserved, first, end) = self.locate(run)?;
-        let index = reserved.pages.get(first..end)?.iter().position(|page| page.pending > 0)?;
-        let at = DeviceAddress(start).offset((first + index) as u64 * self.page_bytes);
-        Some(DeviceRange::new(at, self.page_bytes))
-    }
-
-    fn check_range(&self, call: &'static str, range: DeviceRange) -> Result<(), DeviceError> {
-        let misuse = |why| Err(DeviceError::Misuse { call, why });
-        if range.bytes == 0 {
-            return Ok(());
-        }
-        let Some((start, reserved, first, end)) = self.locate(range) else {
-            return misuse(format!("{range:?} does not lie in one reserved range"));
-        };
-        if reserved.pool {
-            if self.pool.holds(range) {
-                return Ok(());
-            }
-            return misuse(format!("{range:?} does not lie in one live allocation of the pool"));
-        }
-        if let Some(index) = reserved.pages[first..end].iter().position(|page| !page.accessible) {
-            let at = DeviceAddress(start).offset((first + index) as u64 * self.page_bytes);
-            let mapped = reserved.pages[first + index].frame != UNMAPPED;
-            let what = if mapped { "mapped but not accessible" } else { "not mapped" };
-            return misuse(format!("{range:?} is {what} at {at}"));
-        }
-        Ok(())
-    }
-
-    /// The page-locked block that `span` lies in; refuses one that crosses a block's end.
-    fn block_of(&self, call: &'static str, span: HostSpan) -> Result<Option<u64>, DeviceError> {
-        if span.bytes == 0 {
-            return Ok(None);
-        }
-        let Some(end) = span.address.checked_add(span.bytes) else {
-            let why = format!("host memory {:?} wraps around the address space", span.as_range());
-            return Err(DeviceError::InvalidArgument { call, why });
-        };
-        let Some((start, block)) = self.blocks.range(..end).next_back() else { return Ok(None) };
-        let whole = DeviceRange::new(DeviceAddress(*start), block.bytes);
-        if whole.contains(span.as_range()) {
-            return Ok(Some(*start));
-        }
-        if whole.overlaps(span.as_range()) {
-            let why = format!("host memory {:?} crosses the page-locked block {whole:?}", span.as_range());
-            return Err(DeviceError::Misuse { call, why });
-        }
-        Ok(None)
-    }
-
-    /// Checks everything that `work` touches and counts it as in use until [`Self::end`].
-    pub(super) fn begin(&mut self, work: &mut Work) -> Result<(), DeviceError> {
-        let keeps = self.backing.is_some();
-        let call = work.call();
-        let (ranges, len) = work.ranges();
-        for range in &ranges[..len] {
-            self.check_range(call, *range)?;
-        }
-        if let Some(span) = work.host_mut() {
-            if keeps && span.address == 0 && span.bytes > 0 {
-                return Err(DeviceError::InvalidArgument {
-                    call,
-                    why: "the host pointer is null".to_owned(),
-                });
-            }
-            if let Some(block) = self.block_of(call, *span)?
-                && let Some(block) = self.blocks.get_mut(&block)
-                && keeps
-            {
-                block.pending += 1;
-                span.counted = true;
-            }
-        }
-        // Without bytes the work is done as soon as it is enqueued.
-        if keeps {
-            self.count(&ranges[..len], |pending| *pending += 1);
-        }
-        Ok(())
-    }
-
-    /// Counts `work` off.
-    pub(super) fn end(&mut self, work: &Work) {
-        let (ranges, len) = work.ranges();
-        self.count(&ranges[..len], |pending| *pending = pending.saturating_sub(1));
-        if let Some(span) = work.host().filter(|span| span.counted)
-            && let Ok(Some(block)) = self.block_of(work.call(), span)
-            && let Some(block) = self.blocks.get_mut(&block)
-        {
-            block.pending = block.pending.saturating_sub(1);
-        }
-    }
-
-    fn count(&mut self, ranges: &[DeviceRange], change: impl Fn(&mut u32)) {
-        for range in ranges.iter().filter(|range| range.bytes > 0) {
-            let Some((start, _, first, end)) = self.locate(*range) else { continue };
-            if let Some(reserved) = self.reserved.get_mut(&start) {
-                reserved.pages[first..end].iter_mut().for_each(|page| change(&mut page.pending));
-            }
-        }
-    }
-
-    // The pool's chunks.
-
-    /// Adds a chunk of at least `bytes` to the pool.
-    pub(super) fn grow_pool(&mut self, bytes: u64) -> Result<(), DeviceError> {
-        let call = "pool_allocate";
-        let Some(chunk_bytes) = bytes.checked_next_multiple_of(self.page_bytes) else {
-            return Err(self.out_of_memory(call, bytes));
-        };
-        let frame = self.create_frame(call, chunk_bytes)?;
-        let range = match self.reserve(call, chunk_bytes, false) {
-            Ok(range) => range,
-            Err(error) => {
-                self.release_frame(frame)?;
-                return Err(error);
-            }
-        };
-        let opened = self.map(range, frame).and_then(|()| {
-            self.set_access(range).map_err(|refusal| {
-                // Nothing was opened, so this only takes the mapping back from the books.
-                let _ = self.unmap_checked(range);
-                refusal.name(call, None)
-            })
-        });
-        if let Err(error) = opened {
-            self.free_checked(range)?;
-            self.release_frame(frame)?;
-            return Err(error);
-        }
-        if let Some(reserved) = self.reserved.get_mut(&range.start.0) {
-            reserved.pool = true;
-        }
-        self.chunk_frames.insert(range.start, frame);
-        self.pool.add_chunk(range);
-        Ok(())
-    }
-
-    /// Hands an idle chunk back, unless it is in use.
-    pub(super) fn shrink_pool(&mut self, chunk: DeviceRange) -> Result<(), DeviceError> {
-        if self.page_in_use(chunk).is_some() || !self.pool.remove_chunk(chunk) {
-            return Ok(());
-        }
-        self.unmap_checked(chunk)?;
-        self.free_checked(chunk)?;
-        if let Some(frame) = self.chunk_frames.remove(&chunk.start) {
-            self.release_frame(frame)?;
-        }
-        Ok(())
-    }
 }
 
 impl Drop for Memory {
@@ -684,4 +433,76 @@ fn mapping_delta(pages: &[Page], first: usize, end: usize) -> i64 {
         i64::from(index.and_then(|index| pages.get(index)).is_some_and(|page| page.frame == UNMAPPED))
     };
     i64::try_from(end - first).unwrap_or(i64::MAX) + hole(first.checked_sub(1)) + hole(Some(end)) - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the system counts: a mapping a page, and one a run of pages that are not mapped.
+    fn count_mappings(pages: &[Page]) -> i64 {
+        let hole = |page: &Page| page.frame == UNMAPPED;
+        let runs = pages.chunk_by(|a, b| hole(a) && hole(b)).count();
+        i64::try_from(runs).unwrap()
+    }
+
+    #[test]
+    fn mappings_are_counted_as_the_system_counts_them() {
+        let mut seed = 0xC0DE_u64;
+        println!("seed {seed:#x}");
+        let mut random = |below: usize| {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            usize::try_from(seed % below as u64).unwrap()
+        };
+        let mut pages = [CLOSED; 40];
+        let mut counted = 1;
+        for _ in 0..5_000 {
+            let first = random(pages.len());
+            let end = (first + 1 + random(3)).min(pages.len());
+            let run = &pages[first..end];
+            if run.iter().all(|page| page.frame == UNMAPPED) {
+                counted += mapping_delta(&pages, first, end);
+                pages[first..end].fill(Page { frame: 7, ..CLOSED });
+            } else if run.iter().all(|page| page.frame == 7) {
+                pages[first..end].fill(CLOSED);
+                counted -= mapping_delta(&pages, first, end);
+            }
+            assert_eq!(counted, count_mappings(&pages));
+        }
+    }
+
+    #[test]
+    fn a_page_entry_takes_sixteen_bytes() {
+        assert_eq!(size_of::<Page>(), 16);
+    }
+
+    fn accounts_only(pages: u64) -> Memory {
+        Memory::new("test".into(), pages * 4096, 4096, None, MappingBudget::new(None))
+    }
+
+    #[test]
+    fn the_id_of_a_frame_is_never_used_again() {
+        let mut memory = accounts_only(2);
+        let mut seen = std::collections::HashSet::new();
+        for _ in 0..100 {
+            let frame = memory.create_frame("create_frame", 4096).unwrap();
+            assert!(seen.insert(frame));
+            memory.release_frame(frame).unwrap();
+            assert!(memory.release_frame(frame).unwrap_err().is_misuse());
+        }
+        assert_eq!(memory.frames.len(), 1);
+    }
+
+    #[test]
+    fn a_pool_that_cannot_grow_leaves_the_books_as_they_were() {
+        let mut memory = accounts_only(3);
+        memory.grow_pool(5_000).unwrap();
+        assert_eq!(memory.pool.figures().reserved, 8192);
+        assert!(memory.grow_pool(4_097).unwrap_err().is_out_of_memory());
+        assert_eq!(memory.figures().free, 4096);
+        assert_eq!((memory.live_frames(), memory.live_mappings(), memory.live_ranges()), (0, 0, 0));
+        assert!(memory.grow_pool(u64::MAX).unwrap_err().is_out_of_memory());
+    }
 }

@@ -10,7 +10,8 @@
 //! | `card` | options, the device, its test hooks |
 //! | `calls` | the calls that need no stream: ranges, frames, mappings, page locks |
 //! | `work` | the calls that enqueue or wait: streams, copies, launches, the pool, the clock |
-//! | `memory` | the books: ranges, pages, frames, who uses them |
+//! | `memory` | the books: ranges, pages, frames, mappings |
+//! | `usage` | the books: page-locked blocks, operations in flight, the pool's chunks |
 //! | `backing` | the memfd and its mappings |
 //! | `stream` | queues and worker threads |
 //! | `pool` | the activation pool's blocks |
@@ -28,6 +29,7 @@ mod fault;
 mod memory;
 mod pool;
 mod stream;
+mod usage;
 mod work;
 
 pub use card::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedDevice, EmulatedOptions};

@@ -21,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::card::Shared;
 use super::fault::delay;
-use super::memory::HostSpan;
+use super::usage::HostSpan;
 use crate::device::kernels::{HostTwin, KernelArg, Launch, MAX_KERNEL_ARGS, TwinArg};
 use crate::device::{DeviceError, StreamId};
 use crate::units::{DeviceRange, ModelTime};

@@ -11,9 +11,9 @@ use std::time::Duration;
 use super::card::{Control, EmulatedDevice};
 use super::clock::Engine;
 use super::fault::CallKind;
-use super::memory::HostSpan;
 use super::pool::rounded;
 use super::stream::{Point, Work};
+use super::usage::HostSpan;
 use crate::device::kernels::{HostTwin, KernelArg, KernelModule, Launch};
 use crate::device::{
     ActivationPool, Clock, Copies, DeviceError, EventId, KernelId, Kernels, PoolFigures, StreamId,
@@ -44,14 +44,13 @@ impl Cost {
 impl EmulatedDevice {
     /// Checks `work`, gives it to `stream` and places it on the clock.
     fn enqueue(&self, stream: StreamId, mut work: Work, cost: &Cost) -> Result<(), DeviceError> {
+        let call = work.call();
         let mut control = self.control.lock();
-        let mut engines = control.engines;
-        let entry = control.stream(work.call(), stream)?;
+        control.stream(call, stream)?;
         self.shared.memory.lock().begin(&mut work)?;
-        let issued = self.clock.advance(cost.call);
-        engines.schedule(cost.engine, &mut entry.end, issued.max(cost.available), cost.duration);
+        let earliest = self.clock.advance(cost.call).max(cost.available);
+        let entry = control.schedule(call, stream, cost.engine, earliest, cost.duration)?;
         entry.queue.push(work);
-        control.engines = engines;
         Ok(())
     }
 
@@ -76,13 +75,9 @@ impl EmulatedDevice {
         name: &'static str,
         at: ModelTime,
     ) -> Result<Point, DeviceError> {
-        let mut engines = control.engines;
-        let entry = control.stream(name, stream)?;
-        let issued = self.clock.advance(call);
-        engines.schedule(Engine::None, &mut entry.end, issued.max(at), Duration::ZERO);
-        let point = entry.point();
-        control.engines = engines;
-        Ok(point)
+        control.stream(name, stream)?;
+        let earliest = self.clock.advance(call).max(at);
+        Ok(control.schedule(name, stream, Engine::None, earliest, Duration::ZERO)?.point())
     }
 
     fn take_from_pool(&self, bytes: u64, stream: StreamId, any: bool) -> Result<DeviceRange, DeviceError> {
@@ -406,10 +401,7 @@ impl Clock for EmulatedDevice {
     unsafe fn charge_compute(&self, stream: StreamId, duration: Duration) -> Result<(), DeviceError> {
         self.enter(CallKind::ChargeCompute, 0)?;
         let mut control = self.control.lock();
-        let mut engines = control.engines;
-        let entry = control.stream("charge_compute", stream)?;
-        engines.schedule(Engine::Compute, &mut entry.end, self.clock.now(), duration);
-        control.engines = engines;
+        control.schedule("charge_compute", stream, Engine::Compute, self.clock.now(), duration)?;
         Ok(())
     }
 

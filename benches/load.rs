@@ -1,0 +1,358 @@
+//! How fast does a model come from its file to the card?
+//!
+//! Timed by the machine's clock on an emulated card that keeps bytes, so only ratios within a run mean
+//! anything. Three ways take turns, and the median of each counts:
+//!
+//! - `bare`: two threads read pieces of 4 MiB into page-locked buffers and enqueue their copies, with no
+//!   pager: as much as file and card give. The limit is 90 % of its rate.
+//! - `pager`: every unit is faulted once, in order, and the stream waited for.
+//! - `plain`: the crate `safetensors` over a mapped file, and a copy of each tensor.
+//!
+//! `fresh` starts with no frames and no staging memory, `again` has both from a load before. With `cold` the
+//! file is dropped from the page cache before each load (as far as the system does that), with `cached` it
+//! is in there.
+//!
+//! `cargo bench --bench load -- [WORDS] [--check] [--json] [--mib=512] [--repeats=7]`.
+
+#![expect(
+    unsafe_code,
+    reason = "the peers copy without the pager's handles, and files are mapped and dropped"
+)]
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use common::models::{header, synthetic};
+use common::table::{Args, Report, Row};
+use common::{Numbers, Outcome};
+use safetensors::SafeTensors;
+use serde::Serialize;
+use vram_pager::device::emulated::{EmulatedDevice, EmulatedOptions};
+use vram_pager::device::{
+    AddressRange, Fence, FencePool, FrameSet, HostBlock, SharedDevice, Stream, StreamPriority,
+};
+use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions};
+use vram_pager::units::{DeviceRange, ModelTime};
+use vram_pager::weights::{TensorIndex, UnitId};
+
+const PAGE: u64 = 2 << 20;
+const CHUNK: u64 = 4 << 20;
+const READERS: usize = 2;
+/// Buffers of a reader: one is read into while the other's copy runs.
+const BUFFERS: usize = 2;
+
+#[derive(Serialize)]
+struct Load {
+    file: &'static str,
+    memory: &'static str,
+    bytes: u64,
+    /// Medians, in bytes a second.
+    bare: f64,
+    pager: f64,
+    plain: f64,
+    pager_per_bare: f64,
+    pager_per_plain: f64,
+}
+
+impl Row for Load {
+    const COLUMNS: &'static [(&'static str, usize)] = &[
+        ("file", 7),
+        ("memory", 6),
+        ("MiB", 6),
+        ("bare GB/s", 9),
+        ("pager GB/s", 10),
+        ("plain GB/s", 10),
+        ("pager/bare", 10),
+        ("pager/plain", 11),
+    ];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.file.to_owned(),
+            self.memory.to_owned(),
+            (self.bytes >> 20).to_string(),
+            format!("{:.3}", self.bare / 1e9),
+            format!("{:.3}", self.pager / 1e9),
+            format!("{:.3}", self.plain / 1e9),
+            format!("{:.3}", self.pager_per_bare),
+            format!("{:.3}", self.pager_per_plain),
+        ]
+    }
+
+    fn holds(&self) -> bool {
+        self.pager_per_bare >= 0.9 && self.pager_per_plain > 1.0
+    }
+}
+
+fn main() -> Outcome {
+    let mut report = Report::new(Args::read());
+    let bytes = report.args().value("--mib").map_or(Ok(512), str::parse::<u64>)? << 20;
+    let repeats = report.args().value("--repeats").map_or(Ok(7), str::parse::<usize>)?;
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    write_model(&path, bytes)?;
+    for cold in [false, true] {
+        for again in [false, true] {
+            let (file, memory) =
+                (if cold { "cold" } else { "cached" }, if again { "again" } else { "fresh" });
+            if report.args().wants(&format!("{file} {memory}")) {
+                let row = row(&path, cold, again, repeats)?;
+                report.add(Load { file, memory, ..row });
+            }
+        }
+    }
+    report.end()
+}
+
+/// A model of units of 1 to 32 MB with bytes that differ.
+fn write_model(path: &Path, bytes: u64) -> Outcome {
+    let tensors = synthetic(1_000_000..32_000_000, bytes, 11);
+    let (header, data) = header(&tensors);
+    let mut numbers = Numbers(13);
+    let block: Vec<u8> = (0..(1 << 17)).flat_map(|_| numbers.next().to_le_bytes()).collect();
+    let file = File::create(path)?;
+    file.write_all_at(&header, 0)?;
+    let mut at = 0;
+    while at < data {
+        let part = usize::try_from((data - at).min(block.len() as u64))?;
+        file.write_all_at(&block[..part], header.len() as u64 + at)?;
+        at += part as u64;
+    }
+    file.sync_all()?;
+    Ok(())
+}
+
+/// Drops the file from the page cache, or makes sure that it is in there.
+fn prepare(path: &Path, cold: bool) -> Outcome {
+    let file = File::open(path)?;
+    if cold {
+        // SAFETY: the descriptor is open, and the call only advises.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    } else {
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        loop {
+            let read = file.read_at(&mut buffer, at)?;
+            if read == 0 {
+                break;
+            }
+            at += read as u64;
+        }
+    }
+    Ok(())
+}
+
+fn card(bytes: u64) -> Outcome<SharedDevice> {
+    Ok(EmulatedDevice::open(EmulatedOptions::new(bytes.next_multiple_of(PAGE) + 64 * PAGE))?)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "rates of a bench")]
+fn row(path: &Path, cold: bool, again: bool, repeats: usize) -> Outcome<Load> {
+    let bytes = fs::metadata(path)?.len();
+    let index = Arc::new(TensorIndex::open(path)?);
+    let mut times: [Vec<Duration>; 3] = Default::default();
+    if again {
+        // One card at a time is enough memory; each way keeps its own for its turns.
+        for (way, times) in times.iter_mut().enumerate() {
+            let device = card(bytes)?;
+            let mut load = Way::new(way, &device, path, &index)?;
+            load.once()?;
+            for _ in 0..repeats {
+                prepare(path, cold)?;
+                load.empty();
+                let began = Instant::now();
+                load.once()?;
+                times.push(began.elapsed());
+            }
+        }
+    } else {
+        for _ in 0..repeats {
+            for (way, times) in times.iter_mut().enumerate() {
+                prepare(path, cold)?;
+                let device = card(bytes)?;
+                let began = Instant::now();
+                let mut load = Way::new(way, &device, path, &index)?;
+                load.once()?;
+                times.push(began.elapsed());
+            }
+        }
+    }
+    let rate = |times: &mut Vec<Duration>| {
+        times.sort_unstable();
+        bytes as f64 / times[times.len() / 2].as_secs_f64()
+    };
+    let [bare, pager, plain] = times.each_mut().map(rate);
+    Ok(Load {
+        file: "",
+        memory: "",
+        bytes,
+        bare,
+        pager,
+        plain,
+        pager_per_bare: pager / bare,
+        pager_per_plain: pager / plain,
+    })
+}
+
+/// A way to bring the file to the card.
+enum Way {
+    Bare(Box<Bare>),
+    Pager { pager: Arc<Pager>, index: Arc<TensorIndex>, model: Option<Arc<PagedModel>> },
+    Plain { target: Target, stream: Stream, file: File },
+}
+
+impl Way {
+    fn new(way: usize, device: &SharedDevice, path: &Path, index: &Arc<TensorIndex>) -> Outcome<Self> {
+        let bytes = fs::metadata(path)?.len();
+        Ok(match way {
+            0 => Self::Bare(Box::new(Bare::new(device, path, bytes)?)),
+            1 => {
+                let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
+                Self::Pager { pager: Pager::new(device, options)?, index: Arc::clone(index), model: None }
+            }
+            _ => Self::Plain {
+                target: Target::new(device, bytes)?,
+                stream: Stream::new(device, StreamPriority::Normal)?,
+                file: File::open(path)?,
+            },
+        })
+    }
+
+    /// Forgets the model; frames and buffers stay.
+    fn empty(&mut self) {
+        if let Self::Pager { model, .. } = self {
+            *model = None;
+        }
+    }
+
+    fn once(&mut self) -> Outcome {
+        match self {
+            Self::Bare(bare) => bare.once(),
+            Self::Pager { pager, index, model } => {
+                let model = model.insert(pager.open_model(Arc::clone(index), &ModelOptions::default())?);
+                let stream = pager.stream()?;
+                for unit in 0..index.units().len() {
+                    model.fault(UnitId(u32::try_from(unit)?), &stream)?.release();
+                }
+                stream.synchronize()?;
+                Ok(())
+            }
+            Self::Plain { target, stream, file } => {
+                // SAFETY: the bench's own file, which nobody changes.
+                let mapped = unsafe { memmap2::Mmap::map(&*file)? };
+                let tensors = SafeTensors::deserialize(&mapped)?;
+                let mut at = target.range.range().start;
+                for (_, tensor) in tensors.iter() {
+                    let data = tensor.data();
+                    let to = DeviceRange::new(at, data.len() as u64);
+                    // SAFETY: the mapping outlives the wait below, and the target is mapped and accessible.
+                    unsafe {
+                        target.device.copy_to_device(to, data.as_ptr(), target.device.now(), stream.id())?;
+                    }
+                    at = to.end();
+                }
+                stream.synchronize()?;
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Memory on the card for the whole file.
+struct Target {
+    device: SharedDevice,
+    range: AddressRange,
+    _frames: FrameSet,
+}
+
+impl Target {
+    fn new(device: &SharedDevice, bytes: u64) -> Outcome<Self> {
+        let pages = u32::try_from(bytes.div_ceil(PAGE))?;
+        let mut frames = FrameSet::new(device, PAGE);
+        let mut range = AddressRange::reserve(device, pages as usize, PAGE)?;
+        for page in 0..pages {
+            let frame = frames.create()?;
+            range.map(page, &frames, frame)?;
+        }
+        range.set_access(0, pages)?;
+        Ok(Self { device: Arc::clone(device), range, _frames: frames })
+    }
+}
+
+/// Reads and copies, overlapped, and nothing else.
+struct Bare {
+    target: Target,
+    file: File,
+    bytes: u64,
+    readers: Vec<(HostBlock, Stream)>,
+    fences: FencePool,
+}
+
+impl Bare {
+    fn new(device: &SharedDevice, path: &Path, bytes: u64) -> Outcome<Self> {
+        let mut readers = Vec::new();
+        for _ in 0..READERS {
+            let mut block = HostBlock::map(device, BUFFERS as u64 * CHUNK)?;
+            block.page_lock()?;
+            readers.push((block, Stream::new(device, StreamPriority::Normal)?));
+        }
+        Ok(Self {
+            target: Target::new(device, bytes)?,
+            file: File::open(path)?,
+            bytes,
+            readers,
+            fences: FencePool::new(device),
+        })
+    }
+
+    fn once(&self) -> Outcome {
+        let next = AtomicU64::new(0);
+        let results: Vec<Result<(), String>> = std::thread::scope(|scope| {
+            let handles: Vec<_> = self
+                .readers
+                .iter()
+                .map(|(block, stream)| {
+                    let next = &next;
+                    scope.spawn(move || self.reader(block, stream, next).map_err(|error| error.to_string()))
+                })
+                .collect();
+            handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
+        });
+        results.into_iter().collect::<Result<(), _>>().map_err(Into::into)
+    }
+
+    fn reader(&self, block: &HostBlock, stream: &Stream, next: &AtomicU64) -> Outcome {
+        let mut fences: [Option<Fence>; BUFFERS] = Default::default();
+        for turn in 0.. {
+            let at = next.fetch_add(1, Ordering::Relaxed) * CHUNK;
+            if at >= self.bytes {
+                break;
+            }
+            let slot = turn % BUFFERS;
+            if let Some(fence) = fences[slot].take() {
+                fence.wait()?;
+            }
+            let length = usize::try_from(CHUNK.min(self.bytes - at))?;
+            // SAFETY: the slot lies in this reader's block, and the copy that read it last is done.
+            let buffer = unsafe {
+                std::slice::from_raw_parts_mut(block.start().add(slot * usize::try_from(CHUNK)?), length)
+            };
+            self.file.read_exact_at(buffer, at)?;
+            let to = DeviceRange::new(self.target.range.range().start.offset(at), length as u64);
+            // SAFETY: the buffer is left alone until the fence below; the target is mapped and accessible.
+            unsafe {
+                self.target.device.copy_to_device(to, buffer.as_ptr(), ModelTime::ZERO, stream.id())?;
+            }
+            fences[slot] = Some(self.fences.record(stream)?);
+        }
+        stream.synchronize()?;
+        Ok(())
+    }
+}

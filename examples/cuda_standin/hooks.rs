@@ -1,0 +1,127 @@
+//! What a test in the same process may ask and tell, beside the driver's names.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::time::Duration;
+
+use vram_pager::device::emulated::Hold;
+
+use crate::settings::{VirtualMemory, parse_failure};
+use crate::state::{misuses, state};
+
+/// How long a hold lasts on the modelled clock: longer than any test's calls.
+const HELD: Duration = Duration::from_secs(1);
+
+/// Sets the failures anew, as `VRAM_PAGER_STANDIN_FAIL` has them, and counts calls from here on; null or
+/// an empty text takes them away. Answers 0, or 1 if the text cannot be read.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_fail(text: *const c_char) -> c_int {
+    // SAFETY: a string that ends in a NUL, says the caller.
+    let text = if text.is_null() { "" } else { unsafe { CStr::from_ptr(text) }.to_str().unwrap_or("?") };
+    let failures =
+        text.split(',').filter(|part| !part.is_empty()).map(parse_failure).collect::<Option<Vec<_>>>();
+    match failures {
+        Some(failures) => {
+            state().set_failures(failures);
+            0
+        }
+        None => 1,
+    }
+}
+
+/// Calls of any driver function since the failures were set.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_calls() -> u64 {
+    state().calls()
+}
+
+/// How often misuse was told.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_misuses() -> u64 {
+    misuses()
+}
+
+/// Retained primary contexts plus objects in them: 0 when a program left nothing behind.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_leftovers() -> u64 {
+    let state = state();
+    state.cards.iter().flatten().map(|card| 1 + card.leftovers().len() as u64).sum()
+}
+
+/// Another process holds `bytes` of a card from now on. Answers 0, or 1 if the card is not open.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_set_other_bytes(ordinal: c_int, bytes: u64) -> c_int {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    card.map_or(1, |card| {
+        card.device.set_other_bytes(bytes);
+        0
+    })
+}
+
+/// Sets how many cards there are and how large each is. Answers 0, or 1 if that would change an open one.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_set_cards(count: c_int, bytes: u64) -> c_int {
+    let mut state = state();
+    if (state.settings.devices, state.settings.bytes) == (count, bytes) {
+        return 0;
+    }
+    let Ok(length) = usize::try_from(count) else { return 1 };
+    if state.cards.iter().any(Option::is_some) {
+        return 1;
+    }
+    state.cards.resize_with(length, || None);
+    state.settings.devices = count;
+    state.settings.bytes = bytes;
+    0
+}
+
+/// Holds back the stream that was created as the `number`th of a card. Answers a token for
+/// [`vram_pager_standin_release`], or null.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_hold(ordinal: u32, number: u64) -> *mut c_void {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    let hold = card.and_then(|card| {
+        let stream = card.streams.values().find(|stream| stream.number == number)?;
+        card.device.hold(stream.id, HELD).ok()
+    });
+    hold.map_or(std::ptr::null_mut(), |hold| Box::into_raw(Box::new(hold)).cast())
+}
+
+/// Lets a held stream go.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_release(token: *mut c_void) {
+    if !token.is_null() {
+        // SAFETY: a token that was not given back before, says the caller.
+        drop(unsafe { Box::from_raw(token.cast::<Hold>()) });
+    }
+}
+
+/// Sets whether there are virtual memory and pools from here on.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_set_abilities(virtual_memory: c_int, pools: c_int) {
+    let mut state = state();
+    state.settings.virtual_memory = if virtual_memory != 0 { VirtualMemory::Yes } else { VirtualMemory::No };
+    state.settings.pools = pools != 0;
+}
+
+/// Work of a card completes late from here on, as `seed` says. Answers 0, or 1 if the card is not open.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_seed_delays(ordinal: u32, seed: u64) -> c_int {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    card.map_or(1, |card| {
+        card.device.seed_delays(seed);
+        0
+    })
+}

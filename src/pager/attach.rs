@@ -1,0 +1,119 @@
+//! Changing the patches that a model's bytes are made with.
+//!
+//! A change makes every span that either set touches stale at once: its pages lose their content and are
+//! made anew at the next fault. A page that a guard of the old version holds keeps its bytes for that
+//! guard; a fault for the new version fails until it is released.
+
+#![deny(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::core::{Control, Core};
+use super::error::PagerError;
+use super::frames::{NONE, PageKey};
+use super::patches::{DevicePatches, PatchSet};
+
+/// Whether bytes on the card are made with this set.
+pub(super) fn is_attached(control: &Control, id: u32, set: Option<&Arc<PatchSet>>) -> bool {
+    let attached = control.model(id).and_then(|model| model.patches());
+    attached.map(|set| set.version()) == set.map(|set| set.version())
+}
+
+/// Attaches another set, or none. Always succeeds but for a failing device.
+pub(super) fn attach(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    new: Option<DevicePatches>,
+) -> Result<(), PagerError> {
+    let Some(model) = control.model(id) else { return Ok(()) };
+    let (old_set, new_set) = (model.patches().cloned(), new.as_ref().map(|new| Arc::clone(&new.set)));
+    let layout = Arc::clone(&model.layout);
+    let mut last = None;
+    for (span, place) in (0_u32..).zip(layout.spans()) {
+        let versions = [&old_set, &new_set].map(|set| PatchSet::version_of(set.as_ref(), span));
+        if versions[0] == versions[1] {
+            continue;
+        }
+        for page in place.pages.clone() {
+            if last.is_none_or(|last| page > last) {
+                last = Some(page);
+                forget_page(control, id, page)?;
+            }
+        }
+    }
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
+    let old = std::mem::replace(&mut model.attached, new.map(Arc::new));
+    if old.is_some() {
+        // Patches with the old factors may still run on the copy streams.
+        control.engine.drain()?;
+    }
+    tracing::debug!(
+        device = core.device.info().name,
+        from = old_set.map_or(0, |set| set.version()),
+        to = new_set.map_or(0, |set| set.version()),
+        "attached patches"
+    );
+    Ok(())
+}
+
+/// Makes a page's bytes be loaded anew; marks it stale if a guard holds it.
+fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerError> {
+    let key = PageKey { model: id, page };
+    if !control.is_present(id, page) {
+        if let Some(model) = control.model_mut(id) {
+            model.stale.remove(&page);
+        }
+        return Ok(true);
+    }
+    let Some(used) = control.leave_page(key) else {
+        let Some(model) = control.model_mut(id) else { return Ok(false) };
+        model.stale.insert(page);
+        for span in model.layout.spans_of_page(page) {
+            model.words[span as usize].0.set_stale(true);
+        }
+        return Ok(false);
+    };
+    // The next copy into the frame must wait for the work that read the old bytes; a ring frame knows it
+    // by its fences, a page's own frame only by the streams that used it.
+    let fences = control.streams.slot_fences(used, &control.engine);
+    control.set_page_absent(key);
+    let Some(model) = control.model_mut(id) else { return Ok(true) };
+    model.stale.remove(&page);
+    let frame = model.pages[page as usize].frame;
+    for span in model.layout.spans_of_page(page) {
+        let pages = model.layout.spans()[span as usize].pages.clone();
+        if !pages.into_iter().any(|page| model.stale.contains(&page)) {
+            model.words[span as usize].0.set_stale(false);
+        }
+    }
+    if frame != NONE {
+        let info = control.frames.info_mut(frame);
+        info.clear_content();
+        for (slot, fence) in fences? {
+            info.used_until(slot, &fence);
+        }
+    }
+    Ok(true)
+}
+
+/// Gives up the stale pages of a span before it is faulted for the current version.
+pub(super) fn refresh_span(control: &mut Control, id: u32, span: u32) -> Result<(), PagerError> {
+    let Some(model) = control.model(id) else { return Ok(()) };
+    if model.stale.is_empty() {
+        return Ok(());
+    }
+    let place = &model.layout.spans()[span as usize];
+    let unit = place.unit;
+    for page in place.pages.clone() {
+        let Some(model) = control.model(id) else { return Ok(()) };
+        if model.stale.contains(&page) && !forget_page(control, id, page)? {
+            let Some(model) = control.model(id) else { return Ok(()) };
+            return Err(PagerError::OldVersionHeld {
+                model: model.name.clone(),
+                what: format!("unit {}", model.index.unit_info(unit).name),
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,123 @@
+//! The copies of one run of pages: plain, cast on the card, and patched.
+//!
+//! Bytes of the device's type go straight to their place, small gaps included. Bytes of a smaller file
+//! type land in the stream's scratch memory and are cast into place. Patches follow on the same stream,
+//! each on the flat range of elements that has just arrived: the kernels give a part the bits that the
+//! whole would get.
+
+#![expect(unsafe_code, reason = "launches cast and patch kernels on pages that are claimed")]
+
+use std::ops::Range;
+
+use super::core::ModelState;
+use super::patches::DevicePatch;
+use crate::device::{DeviceError, PatchPart, PoolAllocation, cast_kernel, cast_launch, patch_launch};
+use crate::staging::StagingBuffer;
+use crate::transfer::{Batch, float_type, is_cast_on_card};
+use crate::units::{DeviceRange, ModelTime};
+use crate::weights::Extent;
+
+/// A gap of at most this many bytes between two tensors is copied along with them.
+const COPIED_GAP: u64 = 4096;
+
+/// Enqueues what brings the model addresses `run` to the card; answers the bytes that cross the link.
+/// `source` holds the pages from the given one on; a device without bytes has none.
+pub(super) fn copy_run(
+    batch: &Batch<'_>,
+    model: &ModelState,
+    scratch: &[PoolAllocation],
+    run: Range<u64>,
+    source: Option<(&StagingBuffer, u32)>,
+    available: ModelTime,
+    page_bytes: u64,
+) -> Result<u64, DeviceError> {
+    let base = model.range.range().start;
+    let copy = |to: DeviceRange, at: u64| match source {
+        Some((buffer, first)) => batch.copy(to, buffer, at - u64::from(first) * page_bytes, available),
+        None => batch.copy_without_bytes(to, available),
+    };
+    let mut bytes = 0;
+    let mut plain: Option<Range<u64>> = None;
+    let flush = |plain: &mut Option<Range<u64>>, bytes: &mut u64| -> Result<(), DeviceError> {
+        if let Some(part) = plain.take() {
+            let to = DeviceRange::new(base.offset(part.start), part.end - part.start);
+            copy(to, part.start)?;
+            *bytes += to.bytes;
+        }
+        Ok(())
+    };
+    for extent in model.layout.extents(run.clone()) {
+        let end = extent.at + extent.device_bytes;
+        if is_cast_on_card(&extent) {
+            flush(&mut plain, &mut bytes)?;
+            cast_into_place(batch, model, scratch, &extent, run.start, &copy)?;
+            bytes += extent.file_bytes;
+            continue;
+        }
+        match &mut plain {
+            Some(part) if extent.at - part.end <= COPIED_GAP => part.end = end,
+            _ => {
+                flush(&mut plain, &mut bytes)?;
+                plain = Some(extent.at..end);
+            }
+        }
+    }
+    flush(&mut plain, &mut bytes)?;
+    if let Some(attached) = &model.attached {
+        for extent in model.layout.extents(run) {
+            for patch in attached.by_tensor.get(&extent.tensor).into_iter().flatten() {
+                patch_part(batch, model, &extent, patch)?;
+            }
+        }
+    }
+    Ok(bytes)
+}
+
+/// Copies a narrow extent to the scratch memory of the batch's stream and casts it from there.
+fn cast_into_place(
+    batch: &Batch<'_>,
+    model: &ModelState,
+    scratch: &[PoolAllocation],
+    extent: &Extent,
+    run_start: u64,
+    copy: &impl Fn(DeviceRange, u64) -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    let refuse = |why: String| DeviceError::InvalidArgument { call: "cast", why };
+    let landing = scratch
+        .get(batch.place())
+        .and_then(|scratch| scratch.range().part(extent.at - run_start, extent.file_bytes))
+        .ok_or_else(|| refuse(format!("no scratch memory for {} bytes", extent.file_bytes)))?;
+    let (Some(from), Some(to)) = (float_type(extent.from), float_type(extent.to)) else {
+        return Err(refuse(format!("nothing casts {} to {}", extent.from, extent.to)));
+    };
+    let name = cast_kernel(from, to).ok_or_else(|| refuse(format!("nothing casts {from} to {to}")))?;
+    copy(landing, extent.at)?;
+    let kernel = batch.kernel(name)?;
+    let into = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let launch = cast_launch(kernel, landing, extent.file_bytes / from.bytes(), into);
+    // SAFETY: the target is a claimed, mapped page that nobody uses before the batch's fence; the scratch
+    // memory belongs to this stream, whose next use comes after this kernel.
+    unsafe { batch.launch(&launch) }
+}
+
+/// Patches the elements of one extent.
+fn patch_part(
+    batch: &Batch<'_>,
+    model: &ModelState,
+    extent: &Extent,
+    patch: &DevicePatch,
+) -> Result<(), DeviceError> {
+    let tensor = model.layout.tensor_at(extent.tensor);
+    let part = PatchPart {
+        first: (extent.at - tensor.at) / patch.element_bytes,
+        elements: extent.device_bytes / patch.element_bytes,
+        columns: patch.columns,
+        rank: patch.rank,
+        scale: patch.scale,
+    };
+    let weight = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let launch = patch_launch(patch.kernel, weight, part, patch.up, patch.down);
+    // SAFETY: the weight is a claimed, mapped page that nobody uses before the batch's fence; the factors
+    // live until the set is detached, which drains the copy streams first.
+    unsafe { batch.launch(&launch) }
+}

@@ -1,0 +1,71 @@
+//! Which type crosses the link, and casts on the way to it.
+//!
+//! What crosses is the file's type where that is smaller: it lands beside and is cast into place by a
+//! kernel. Otherwise the reader casts to the type that the card wants. Both give the same bits.
+
+#![deny(unsafe_code)]
+
+use crate::device::{FloatType, cast};
+use crate::weights::{Dtype, Extent, TensorIndex, WeightsError};
+
+/// The kernels' name for a type, if they know it.
+pub fn float_type(dtype: Dtype) -> Option<FloatType> {
+    match dtype {
+        Dtype::F32 => Some(FloatType::F32),
+        Dtype::F16 => Some(FloatType::F16),
+        Dtype::BF16 => Some(FloatType::Bf16),
+        Dtype::F8_E4M3 => Some(FloatType::F8E4m3),
+        Dtype::F8_E5M2 => Some(FloatType::F8E5m2),
+        _ => None,
+    }
+}
+
+/// Whether an extent crosses the link in the file's type and is cast on the card.
+pub fn is_cast_on_card(extent: &Extent) -> bool {
+    extent.from != extent.to && extent.file_bytes < extent.device_bytes
+}
+
+/// Reads `extents` from their files into `buffer`, at whose first byte model address `base` lies, each in
+/// the type that crosses the link. Answers the bytes read.
+///
+/// # Errors
+/// As [`crate::weights::WeightFile::read_exact_at`], naming file, tensor and offset.
+pub fn read_extents(
+    index: &TensorIndex,
+    extents: impl Iterator<Item = Extent>,
+    base: u64,
+    buffer: &mut [u8],
+) -> Result<u64, WeightsError> {
+    let mut read = 0;
+    let mut narrow = Vec::new();
+    for extent in extents {
+        let name = &index.tensor_info(extent.tensor).name;
+        let Some(file) = index.files().get(extent.file as usize) else { continue };
+        let start = usize::try_from(extent.at - base).unwrap_or(usize::MAX);
+        let in_file = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
+        if extent.from == extent.to || is_cast_on_card(&extent) {
+            let Some(place) = buffer.get_mut(start..start.saturating_add(in_file)) else { continue };
+            file.read_exact_at(extent.file_offset, place, name)?;
+        } else {
+            narrow.resize(in_file, 0);
+            file.read_exact_at(extent.file_offset, &mut narrow, name)?;
+            let on_card = usize::try_from(extent.device_bytes).unwrap_or(usize::MAX);
+            let Some(place) = buffer.get_mut(start..start.saturating_add(on_card)) else { continue };
+            cast_bytes(extent.from, &narrow, extent.to, place)
+                .map_err(|why| WeightsError::Layout { why: format!("tensor `{name}`: {why}") })?;
+        }
+        read += extent.file_bytes;
+    }
+    Ok(read)
+}
+
+/// Casts host bytes from one type to another.
+///
+/// # Errors
+/// Types that no kernel casts, as text.
+pub fn cast_bytes(from: Dtype, bytes: &[u8], to: Dtype, into: &mut [u8]) -> Result<(), String> {
+    match (float_type(from), float_type(to)) {
+        (Some(from), Some(to)) => cast(from, bytes, to, into),
+        _ => Err(format!("nothing casts {from} to {to}")),
+    }
+}

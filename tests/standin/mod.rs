@@ -1,0 +1,178 @@
+//! The driver stand-in as a library of this process, and its hooks.
+//!
+//! The library is built once (or taken from the folder that `VRAM_PAGER_STANDIN_DIR` names) and opened
+//! before the crate looks for a driver; the loader then finds it by its SONAME. If the process got a
+//! driver by other means, the tests fail rather than run on that.
+
+#![allow(dead_code, reason = "each test uses some of the hooks")]
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The stand-in, loaded.
+pub(crate) struct Standin {
+    handle: *mut c_void,
+    folder: PathBuf,
+}
+
+// SAFETY: a loaded library whose hooks take its own lock.
+unsafe impl Send for Standin {}
+// SAFETY: as above.
+unsafe impl Sync for Standin {}
+
+/// Loads the stand-in, once a process.
+pub(crate) fn standin() -> &'static Standin {
+    static STANDIN: OnceLock<Standin> = OnceLock::new();
+    STANDIN.get_or_init(|| {
+        let folder = std::env::var_os("VRAM_PAGER_STANDIN_DIR").map_or_else(build, PathBuf::from);
+        let path = folder.join("libcuda.so.1");
+        let text = CString::new(path.to_str().expect("a UTF-8 path")).expect("no NUL");
+        // SAFETY: our own library; what it runs at load is in `hide.rs`.
+        let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW) };
+        assert!(!handle.is_null(), "{} does not load", path.display());
+        let standin = Standin { handle, folder };
+        // SAFETY: a name and flags that only look.
+        let found = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        assert_eq!(found, handle, "the process has another libcuda.so.1");
+        standin
+    })
+}
+
+/// Builds the stand-in and installs it under both of the driver's names.
+fn build() -> PathBuf {
+    let status = Command::new(env!("CARGO"))
+        .args(["rustc", "--quiet", "--example", "cuda_standin", "--manifest-path"])
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+        .args(["--", "-C", "link-arg=-Wl,-soname,libcuda.so.1"])
+        .status()
+        .expect("cargo runs");
+    assert!(status.success(), "the stand-in does not build");
+    // The test runs from target/PROFILE/deps.
+    let own = std::env::current_exe().expect("a path");
+    let profile = own.parent().and_then(Path::parent).expect("target/PROFILE/deps");
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    // Put in place by renaming, since another test may be loading it.
+    let fresh = folder.join(format!("fresh-{}", std::process::id()));
+    std::fs::copy(profile.join("examples/libcuda_standin.so"), &fresh).expect("the built library");
+    std::fs::rename(&fresh, folder.join("libcuda.so.1")).expect("one file system");
+    let link = folder.join("libcuda.so");
+    if !link.exists() {
+        let _ = std::os::unix::fs::symlink("libcuda.so.1", link);
+    }
+    folder
+}
+
+impl Standin {
+    /// The folder that holds `libcuda.so` and `libcuda.so.1`.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// A symbol of the library.
+    pub(crate) fn symbol(&self, name: &str) -> *mut c_void {
+        let text = CString::new(name).expect("no NUL");
+        // SAFETY: the library is loaded and never closed.
+        let symbol = unsafe { libc::dlsym(self.handle, text.as_ptr()) };
+        assert!(!symbol.is_null(), "the stand-in has no `{name}`");
+        symbol
+    }
+
+    /// Makes calls fail from here on: `NAME@N[+]=CODE`, comma-separated; an empty text takes all away.
+    pub(crate) fn fail(&self, text: &str) {
+        let text = CString::new(text).expect("no NUL");
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: unsafe extern "C" fn(*const c_char) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_fail"));
+            hook(text.as_ptr())
+        };
+        assert_eq!(code, 0, "{text:?} is no failure");
+    }
+
+    /// Calls since [`Self::fail`].
+    pub(crate) fn calls(&self) -> u64 {
+        self.number("vram_pager_standin_calls")
+    }
+
+    /// How often misuse was told.
+    pub(crate) fn misuses(&self) -> u64 {
+        self.number("vram_pager_standin_misuses")
+    }
+
+    /// Contexts, and kinds of objects in them, that exist.
+    pub(crate) fn leftovers(&self) -> u64 {
+        self.number("vram_pager_standin_leftovers")
+    }
+
+    /// Sets how many cards there are and how large each is; a card that is open must not change.
+    pub(crate) fn set_cards(&self, count: c_int, bytes: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(c_int, u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_cards"));
+            hook(count, bytes)
+        };
+        assert_eq!(code, 0, "cards cannot change while they are open");
+    }
+
+    /// Sets whether there are virtual memory and pools from here on.
+    pub(crate) fn set_abilities(&self, virtual_memory: bool, pools: bool) {
+        // SAFETY: the hook's signature.
+        unsafe {
+            let hook: extern "C" fn(c_int, c_int) =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_abilities"));
+            hook(c_int::from(virtual_memory), c_int::from(pools));
+        }
+    }
+
+    /// Makes work of an open card complete late, as `seed` says.
+    pub(crate) fn seed_delays(&self, ordinal: u32, seed: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(u32, u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_seed_delays"));
+            hook(ordinal, seed)
+        };
+        assert_eq!(code, 0, "card {ordinal} is not open");
+    }
+
+    /// Holds the stream that was created as the `number`th of a card until the answer is dropped.
+    pub(crate) fn hold(&'static self, ordinal: u32, number: u64) -> Hold {
+        // SAFETY: the hook's signature.
+        let token = unsafe {
+            let hook: extern "C" fn(u32, u64) -> *mut c_void =
+                std::mem::transmute(self.symbol("vram_pager_standin_hold"));
+            hook(ordinal, number)
+        };
+        assert!(!token.is_null(), "card {ordinal} has no stream {number}");
+        Hold { standin: self, token }
+    }
+
+    fn number(&self, hook: &str) -> u64 {
+        // SAFETY: the hook's signature.
+        unsafe {
+            let hook: extern "C" fn() -> u64 = std::mem::transmute(self.symbol(hook));
+            hook()
+        }
+    }
+}
+
+/// A stream is held back; dropping this lets it go.
+pub(crate) struct Hold {
+    standin: &'static Standin,
+    token: *mut c_void,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // SAFETY: the hook's signature; the token is given back once.
+        unsafe {
+            let hook: extern "C" fn(*mut c_void) =
+                std::mem::transmute(self.standin.symbol("vram_pager_standin_release"));
+            hook(self.token);
+        }
+    }
+}

@@ -60,9 +60,16 @@ pub(super) fn fault_span(
     }
     control.under_way += 1;
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, patience, &mut count)
-        .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
-    {
+    let brought = match bring(core, &mut control, id, span, patience, &mut count) {
+        // What the activation pool keeps without using it may be the room that is lacking.
+        Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+            Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
+            Ok(false) => Err(error),
+            Err(other) => Err(other),
+        },
+        other => other,
+    };
+    match brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from)) {
         Ok(()) => {}
         Err(error) => {
             control.under_way -= 1;

@@ -2,6 +2,8 @@
 //! fails at once with an error that names what is held; it never hangs. What a guard gave stays right
 //! until it is released, on whichever thread that is, and dropping the model waits for copies in flight.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod common;
 
 use std::collections::HashSet;

@@ -100,14 +100,11 @@ fn bring(
     patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
-    let mut first_claim = true;
-    loop {
-        if !first_claim && let Some(error) = span_error(control, id, span) {
-            return Err(error);
-        }
-        if first_claim {
-            forget_errors(control, id, span);
-        }
+    // Pages whose loads this fault asked for. Others were asked for earlier, ahead or by another fault: if
+    // one of those failed, this fault tries for itself before it believes it.
+    let mut own: Vec<u32> = Vec::new();
+    forget_errors(control, id, span);
+    'claim: loop {
         let claimed = claim::claim_span(core, control, id, span, patience)?;
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
@@ -117,11 +114,15 @@ fn bring(
                 }
             }
             prefetch::demanded(control, id, &claimed.missing);
+            own.extend(&claimed.missing);
         }
-        first_claim = false;
         loop {
-            if let Some(error) = span_error(control, id, span) {
-                return Err(error);
+            if let Some((page, error)) = span_error(control, id, span) {
+                if own.contains(&page) {
+                    return Err(error);
+                }
+                forget_errors(control, id, span);
+                continue 'claim;
             }
             if !is_loading(control, id, span) {
                 break;
@@ -253,6 +254,7 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         model.words[span as usize].0.release(stream.bit());
     }
     control.under_way -= 1;
+    control.releases += 1;
     if !std::mem::take(&mut control.refused) {
         prefetch::advance(core, &mut control, id);
     }
@@ -286,13 +288,13 @@ fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.chosen_frames = None;
 }
 
-fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {
+fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {
     let model = control.model(id)?;
     if model.errors.is_empty() {
         return None;
     }
     let mut pages = model.layout.spans()[span as usize].pages.clone();
-    pages.find_map(|page| model.errors.get(&page)).cloned()
+    pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
 fn forget_errors(control: &mut Control, id: u32, span: u32) {

@@ -119,6 +119,8 @@ pub(super) struct ModelState {
     pub(super) plan: Plan,
     /// Which units are kept whole, and the ring's size.
     pub(super) choice: Choice,
+    /// The compute of a pass per GiB of weights, if the runner told it.
+    pub(super) compute_per_gib: Option<std::time::Duration>,
     /// The frames that the choice was made for.
     pub(super) chosen_frames: Option<u32>,
     /// The frames that the plan was made for.

@@ -9,13 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::card::Pager;
 use super::claim::Patience;
 use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
-use super::pager::Pager;
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::reclaim;
@@ -225,6 +225,20 @@ impl PagedModel {
         }
         reclaim::refresh_budget(core, &mut control, true)?;
         reclaim::replan(core, &mut control, self.id, false)
+    }
+
+    /// Tells how long the compute of a pass takes per GiB of weights, see
+    /// [`super::ModelOptions::compute_per_gib`].
+    pub fn set_compute_per_gib(&self, compute: Option<Duration>) -> Result<(), PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        if model.compute_per_gib == compute {
+            return Ok(());
+        }
+        model.compute_per_gib = compute;
+        model.chosen_frames = None;
+        reclaim::replan(core, &mut control, self.id, true)
     }
 
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.

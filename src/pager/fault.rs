@@ -251,6 +251,7 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         model.words[span as usize].0.release(stream.bit());
     }
     control.under_way -= 1;
+    control.releases += 1;
     if !std::mem::take(&mut control.refused) {
         prefetch::advance(core, &mut control, id);
     }

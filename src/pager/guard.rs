@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::error::PagerError;
 use super::fault;
 use super::model::PagedModel;
 use super::streams::PagerStream;
@@ -117,9 +118,15 @@ impl<'m> Guard<'m> {
     pub fn release(self) {}
 
     /// Releases the guard on another stream, which all work that uses it has been ordered before.
-    pub fn release_on(mut self, stream: &PagerStream) {
+    ///
+    /// # Errors
+    /// [`PagerError::OtherDevice`] for a stream of another card, which knows nothing of this one's work: the
+    /// guard is then released on its own stream.
+    pub fn release_on(mut self, stream: &PagerStream) -> Result<(), PagerError> {
+        self.model.check_stream(stream)?;
         self.pinned.release(self.model, stream);
         self.pinned.spans = 0..0;
+        Ok(())
     }
 }
 

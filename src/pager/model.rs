@@ -26,8 +26,9 @@ use crate::sync::Padded;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 
-/// How long a fault that may wait does so before it takes memory that others still need.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a fault that may wait does so, while nobody releases anything, before it takes memory that
+/// others still need.
+const PATIENCE: Duration = Duration::from_millis(20);
 
 /// A model whose weights are faulted to a card.
 ///
@@ -335,9 +336,10 @@ impl PagedModel {
         mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
+        let (mut seen, mut seen_at) = (0, began);
         loop {
             // A guard that is held for long must not stop a fault that could go another way.
-            let patience = if began.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            let patience = if seen_at.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
             let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
@@ -351,6 +353,9 @@ impl PagedModel {
             }
             // The release of a resident unit signals nobody, since it takes no lock: look again soon.
             let mut control = self.core().control.lock();
+            if control.releases != seen {
+                (seen, seen_at) = (control.releases, now);
+            }
             self.core().changed.wait_for(&mut control, (deadline - now).min(Duration::from_millis(1)));
         }
     }

@@ -45,6 +45,7 @@ mod streams;
 mod verify;
 mod word;
 
+pub(crate) use convert::{CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
 pub use guard::{Guard, OwnedGuard, TensorView};
@@ -52,8 +53,10 @@ pub use model::{ModelFigures, PagedModel};
 pub use options::{ModelOptions, PagerOptions};
 pub use pager::{Pager, PagerFigures};
 pub use patched::PatchedModel;
+pub(crate) use patches::{DevicePatches, copy_in};
 pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
+pub(crate) use verify::rows_on_card;
 pub use verify::{CHECK_CAPACITY, Check, Mismatch, Verifier};

@@ -167,7 +167,7 @@ fn read_row(
     into: &mut [u8],
 ) -> Result<(), PagerError> {
     let rows = row..row + 1;
-    let bytes = verify::rows_on_card(model, tensor, &rows, set)?;
+    let bytes = verify::rows_on_card(model.index(), model.layout(), tensor, &rows, set)?;
     into.copy_from_slice(&bytes);
     Ok(())
 }

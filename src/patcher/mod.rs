@@ -15,9 +15,11 @@
 #![deny(unsafe_code)]
 
 mod dynamic;
+mod lora;
 mod model;
 mod sized;
 
 pub use dynamic::PagedPatcher;
+pub use lora::{Lora, LoraError, LoraFile, LoraPatches, PREFIXES as LORA_PREFIXES, lora_patches};
 pub use model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
 pub use sized::{SizedCard, SizedModel, SizedSpec};

@@ -27,7 +27,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::device::FloatType;
-use crate::pager::{Factor, TensorPatch};
+use crate::pager::{Factor, PagerError, TensorPatch};
 use crate::transfer::{cast_bytes, float_type};
 use crate::weights::{Dtype, TensorId, TensorIndex, WeightsError};
 
@@ -64,6 +64,9 @@ pub enum LoraError {
     /// The file cannot be read, or is no weight file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// The model cannot be patched so.
+    #[error(transparent)]
+    Pager(#[from] PagerError),
     /// A factor without its counterpart.
     #[error("{}: `{tensor}` has no counterpart `{missing}`", .file.display())]
     HalfAPair {
@@ -502,7 +505,12 @@ fn flat_names(model: &TensorIndex) -> BTreeMap<String, Option<TensorId>> {
             std::iter::once(key).chain(stripped).map(|key| key.replace('.', "_")).collect();
         flat.dedup();
         for key in flat {
-            names.entry(key).and_modify(|known| *known = None).or_insert(Some(id));
+            let other = |known: &mut Option<TensorId>| {
+                if *known != Some(id) {
+                    *known = None;
+                }
+            };
+            names.entry(key).and_modify(other).or_insert(Some(id));
         }
     }
     names

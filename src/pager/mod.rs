@@ -48,6 +48,7 @@ mod word;
 pub(crate) use convert::{CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
+pub(crate) use guard::names_tensor;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
 pub use options::{ModelOptions, PagerOptions};

@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -221,8 +222,13 @@ impl ModelPatcher for ResidentPatcher {
     }
 
     fn counters(&self) -> PatcherCounters {
-        let figures = self.weights.figures();
-        PatcherCounters { hits: figures.hits, misses: figures.misses, bytes_to_device: figures.copied_bytes }
+        let counts = &self.weights.counts;
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        PatcherCounters {
+            hits: read(&counts.hits),
+            misses: read(&counts.misses),
+            bytes_to_device: read(&counts.copied_bytes),
+        }
     }
 }
 

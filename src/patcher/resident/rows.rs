@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::error::ResidentError;
 use super::weights::Weights;
@@ -104,7 +105,8 @@ impl Weights {
         copy_in(&self.device, &self.arena, packed.range(), &host, stream, |slots| {
             self.take_buffer(&mut state.modules, slots)
         })?;
-        state.count_rows(bytes, file_bytes);
+        self.counts.copied_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.counts.file_bytes.fetch_add(file_bytes, Ordering::Relaxed);
         Ok(packed)
     }
 

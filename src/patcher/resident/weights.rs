@@ -23,6 +23,9 @@ use crate::weights::{Dtype, LayoutOptions, PageLayout, TensorId, TensorIndex, Un
 /// What an allocation of the pool is rounded to, in bytes; sizes are counted so.
 const ALIGNMENT: u64 = 256;
 
+/// The version of a module whose bytes are those of no version, since a step failed half way.
+const UNKNOWN: u32 = u32::MAX;
+
 /// A slot of staging memory in bytes: small, since small modules keep whole slots.
 const SLOT_BYTES: u64 = 16 * KIB;
 
@@ -80,7 +83,17 @@ pub(super) struct Weights {
     chunk_bytes: u64,
     pub(super) arena: Arc<Arena>,
     loaded: AtomicU64,
+    pub(super) counts: Counts,
     state: Mutex<State>,
+}
+
+/// What was counted, beside the lock.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) hits: AtomicU64,
+    pub(super) misses: AtomicU64,
+    pub(super) copied_bytes: AtomicU64,
+    pub(super) file_bytes: AtomicU64,
 }
 
 /// What changes.
@@ -93,7 +106,6 @@ pub(super) struct State {
     places: Places,
     buffer: Option<PoolAllocation>,
     scratch: Option<PoolAllocation>,
-    figures: ResidentFigures,
 }
 
 /// A module.
@@ -143,6 +155,7 @@ impl Weights {
             chunk_bytes,
             arena,
             loaded: AtomicU64::new(0),
+            counts: Counts::default(),
             state: Mutex::new(State {
                 engine: CopyEngine::new(device, 1)?,
                 modules,
@@ -151,7 +164,6 @@ impl Weights {
                 places: Places::default(),
                 buffer: None,
                 scratch: None,
-                figures: ResidentFigures::default(),
             }),
         })
     }
@@ -182,7 +194,10 @@ impl Weights {
             working_bytes: bytes(&state.scratch) + factors,
             backup_bytes: backups.map(|(_, bytes)| bytes.len() as u64).sum(),
             page_locked_bytes: self.arena.figures().page_locked_bytes,
-            ..state.figures
+            hits: self.counts.hits.load(Ordering::Relaxed),
+            misses: self.counts.misses.load(Ordering::Relaxed),
+            copied_bytes: self.counts.copied_bytes.load(Ordering::Relaxed),
+            file_bytes: self.counts.file_bytes.load(Ordering::Relaxed),
         }
     }
 
@@ -242,7 +257,7 @@ impl Weights {
         let version = self.version_of(number, set);
         let (streamed, start) = if state.modules[number].memory.is_some() {
             self.refresh(state, number, version)?;
-            state.figures.hits += 1;
+            self.counts.hits.fetch_add(1, Ordering::Relaxed);
             let module = &mut state.modules[number];
             let Some(memory) = &module.memory else { return Err(self.not_found("memory".to_owned())) };
             let start = memory.range().start;
@@ -402,8 +417,8 @@ impl Weights {
                 if let Some(buffer) = buffer {
                     buffer.read_until(fence.clone());
                 }
-                state.figures.copied_bytes += enqueued?;
-                state.figures.file_bytes += file_bytes;
+                self.counts.copied_bytes.fetch_add(enqueued?, Ordering::Relaxed);
+                self.counts.file_bytes.fetch_add(file_bytes, Ordering::Relaxed);
                 kept.extend(fresh.filter(|_| keep));
                 Ok(fence)
             };
@@ -463,7 +478,7 @@ impl Weights {
             }
         } else {
             // What is there cannot be undone: load it anew.
-            state.modules[unit].version = 0;
+            state.modules[unit].version = UNKNOWN;
             let ready = self.copy_module(state, unit, start, version != 0 && !bake, false, &waits)?;
             state.modules[unit].ready = Some(ready);
             if bake {
@@ -485,6 +500,8 @@ impl Weights {
         let run = self.layout.units()[unit].bytes.clone();
         let base = DeviceAddress(start.0.wrapping_sub(run.start));
         let Some(attached) = &state.attached else { return Ok(()) };
+        // Until the end of a success, which the caller notes.
+        state.modules[unit].version = UNKNOWN;
         if bake && self.device.info().keeps_bytes {
             let stream = state.engine.stream(0);
             let mut backup = Vec::new();
@@ -529,7 +546,7 @@ impl Weights {
             });
             if let Err(error) = restored {
                 // Half of it is back: the next refresh loads it anew.
-                modules[unit].version = u32::MAX;
+                modules[unit].version = UNKNOWN;
                 return Err(error);
             }
         }
@@ -556,10 +573,10 @@ impl Weights {
             buffer.range().start.offset(offset)
         };
         if let (Some(end), Some(buffer)) = (found, &state.buffer) {
-            state.figures.hits += 1;
+            self.counts.hits.fetch_add(1, Ordering::Relaxed);
             return Ok((end, start_of(buffer, &state.places, end)));
         }
-        state.figures.misses += 1;
+        self.counts.misses.fetch_add(1, Ordering::Relaxed);
         let capacity = state.buffer.as_ref().map_or(0, |buffer| buffer.range().bytes);
         if capacity < wanted && !state.places.is_pinned() {
             self.drop_buffer(state)?;
@@ -620,14 +637,17 @@ impl Weights {
     ) -> Result<u64, ResidentError> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let working = |state: &State| {
+        let factors = |state: &State| {
             let set = state.attached.as_ref().map(|attached| &attached.set);
             set.map_or(0, |set| DevicePatches::bytes_on_card(set))
         };
-        let before = working(state);
+        let before = factors(state);
         self.attach(state, set)?;
         state.bake = bake;
-        let spent = working(state).saturating_sub(before);
+        // What the budget does not know of: the factors, and room for casts if that is yet to be taken.
+        let casts = state.scratch.is_none()
+            && self.layout.extents(0..u64::MAX).any(|extent| is_cast_on_card(&extent));
+        let spent = factors(state).saturating_sub(before) + if casts { self.chunk_bytes } else { 0 };
         for unit in 0..state.modules.len() {
             if state.modules[unit].memory.is_some() && state.modules[unit].pins == 0 {
                 let version = self.version_of(unit, set);
@@ -665,7 +685,7 @@ impl Weights {
         let memory = PoolAllocation::new(&stream, self.unit_bytes(unit))?;
         let start = memory.range().start;
         let bake = state.bake && version != 0;
-        state.figures.misses += 1;
+        self.counts.misses.fetch_add(1, Ordering::Relaxed);
         let ready = self.copy_module(state, unit, start, version != 0 && !bake, false, &[])?;
         let module = &mut state.modules[unit];
         module.ready = Some(ready);
@@ -677,6 +697,7 @@ impl Weights {
         module.host.clear();
         self.loaded.fetch_add(self.unit_bytes(unit), Ordering::Relaxed);
         if bake {
+            state.modules[unit].version = UNKNOWN;
             self.patch_in_place(state, unit, start, true)?;
             state.modules[unit].version = version;
         }
@@ -794,11 +815,6 @@ impl State {
         let fence = self.engine.record(stream)?;
         note_use(&mut self.modules[unit].uses, stream, fence);
         Ok(())
-    }
-
-    pub(super) fn count_rows(&mut self, copied: u64, file: u64) {
-        self.figures.copied_bytes += copied;
-        self.figures.file_bytes += file;
     }
 }
 

@@ -81,11 +81,12 @@ impl Weights {
         let to = |number: u64| DeviceRange::new(packed.range().start.offset(number * row_bytes), row_bytes);
         let unit = self.unit_of(tensor);
         let mut state = self.lock();
-        if let Some(start) = state.loaded_at(unit, self.version_of(unit, set), stream)? {
-            let first = start.offset(place.at - self.layout.units()[unit].bytes.start);
+        if state.has(unit, self.version_of(unit, set), stream)? {
+            let first =
+                self.address_of(&state, unit).offset(place.at - self.layout.units()[unit].bytes.start);
             let copies = (0..).zip(rows).try_for_each(|(number, row)| {
                 let from = DeviceRange::new(first.offset(row * row_bytes), row_bytes);
-                // SAFETY: the source lies in the module's allocation, which is kept until the fence that is
+                // SAFETY: the source lies in the module's pages, which are kept until the fence that is
                 // noted below; the target lies in ours, freed in the order of the same stream.
                 unsafe { self.device.copy_on_device(to(number), from, stream.id()) }
             });

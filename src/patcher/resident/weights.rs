@@ -3,16 +3,18 @@
 #![expect(unsafe_code, reason = "copies backups out of allocations that it owns")]
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 use super::buffer::Places;
-use super::choose::{Candidate, Largest, to_load, to_unload};
+use super::choose::{Candidate, Largest, Room, ranked, to_load, to_unload};
 use super::error::ResidentError;
 use super::guard::ModuleGuard;
-use crate::device::{Device, DeviceError, Fence, PoolAllocation, SharedDevice, Stream};
+use super::memory::CardMemory;
+use crate::device::{DeviceError, Fence, PoolAllocation, SharedDevice, Stream};
 use crate::pager::{CopyTarget, DevicePatches, PatchSet, copy_in, copy_run, patch_run};
 use crate::patcher::{LoadBudget, ModelUuid};
 use crate::staging::{Arena, ArenaOptions, StagingBuffer, budget};
@@ -20,7 +22,7 @@ use crate::transfer::{CopyEngine, is_cast_on_card, read_extents};
 use crate::units::{DeviceAddress, DeviceRange, KIB, MIB};
 use crate::weights::{Dtype, LayoutOptions, PageLayout, TensorId, TensorIndex, UnitId};
 
-/// What an allocation of the pool is rounded to, in bytes; sizes are counted so.
+/// What a module begins at a multiple of, in bytes, on the card and in the streaming buffer.
 const ALIGNMENT: u64 = 256;
 
 /// The version of a module whose bytes are those of no version, since a step failed half way.
@@ -80,6 +82,9 @@ pub(super) struct Weights {
     pub(super) uuid: ModelUuid,
     name: String,
     size: u64,
+    page_bytes: u64,
+    /// Where each module begins in the card memory.
+    offsets: Vec<u64>,
     chunk_bytes: u64,
     pub(super) arena: Arc<Arena>,
     loaded: AtomicU64,
@@ -98,7 +103,8 @@ pub(super) struct Counts {
 
 /// What changes.
 pub(super) struct State {
-    /// One stream: memory is taken and freed in its order, copies and patches run on it.
+    memory: CardMemory,
+    /// One stream: copies and patches run on it, one after the other.
     pub(super) engine: CopyEngine,
     pub(super) modules: Vec<Module>,
     attached: Option<DevicePatches>,
@@ -111,10 +117,10 @@ pub(super) struct State {
 /// A module.
 #[derive(Default)]
 pub(super) struct Module {
-    /// Its memory while it is on the card.
-    pub(super) memory: Option<PoolAllocation>,
+    /// Whether it is on the card.
+    loaded: bool,
     /// The version of the patches in it; 0 for none.
-    pub(super) version: u32,
+    version: u32,
     /// Where it is baked: the patched tensors' bytes before.
     backup: Vec<(TensorId, Vec<u8>)>,
     /// When its bytes are there.
@@ -142,7 +148,27 @@ impl Weights {
         let run_slots = u32::try_from(chunk_bytes / SLOT_BYTES).unwrap_or(u32::MAX);
         let arena =
             Arena::new(device, &ArenaOptions { slot_bytes: SLOT_BYTES, run_slots, limit_bytes: limit });
-        let size = layout.units().iter().map(|unit| card_bytes(&unit.bytes)).sum();
+        // From the dearest to the cheapest, so that what is loaded is nearly one run of pages.
+        let candidates: Vec<Candidate> = layout
+            .units()
+            .iter()
+            .map(|unit| {
+                let (cost, bytes) = (link_bytes(&layout, &unit.bytes), card_bytes(&unit.bytes));
+                Candidate { cost, bytes, pages: 0..0, loaded: false }
+            })
+            .collect();
+        let mut offsets = vec![0; candidates.len()];
+        let mut end = 0_u64;
+        for module in ranked(&candidates) {
+            offsets[module] = end;
+            end = end.saturating_add(candidates[module].bytes);
+        }
+        let page_bytes = device.info().granularity;
+        let pages = u32::try_from(end.div_ceil(page_bytes)).map_err(|_| DeviceError::InvalidArgument {
+            call: "reserve",
+            why: format!("{end} bytes of modules are more than 2^32 pages of {page_bytes}"),
+        })?;
+        let size = u64::from(pages) * page_bytes;
         let modules = layout.units().iter().map(|_| Module::default()).collect();
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         Ok(Self {
@@ -152,11 +178,14 @@ impl Weights {
             uuid: ModelUuid::fresh(),
             name,
             size,
+            page_bytes,
+            offsets,
             chunk_bytes,
             arena,
             loaded: AtomicU64::new(0),
             counts: Counts::default(),
             state: Mutex::new(State {
+                memory: CardMemory::reserve(device, pages, page_bytes)?,
                 engine: CopyEngine::new(device, 1)?,
                 modules,
                 attached: None,
@@ -202,7 +231,7 @@ impl Weights {
     }
 
     pub(super) fn is_loaded(&self, unit: UnitId) -> bool {
-        self.state.lock().modules.get(unit.index()).is_some_and(|module| module.memory.is_some())
+        self.state.lock().modules.get(unit.index()).is_some_and(|module| module.loaded)
     }
 
     fn not_found(&self, what: String) -> ResidentError {
@@ -255,12 +284,11 @@ impl Weights {
         let state = &mut *state;
         self.attach(state, set)?;
         let version = self.version_of(number, set);
-        let (streamed, start) = if state.modules[number].memory.is_some() {
+        let (streamed, start) = if state.modules[number].loaded {
             self.refresh(state, number, version)?;
             self.counts.hits.fetch_add(1, Ordering::Relaxed);
+            let start = state.memory.address(self.offsets[number]);
             let module = &mut state.modules[number];
-            let Some(memory) = &module.memory else { return Err(self.not_found("memory".to_owned())) };
-            let start = memory.range().start;
             settle(&mut module.ready, stream)?;
             module.pins += 1;
             (None, start)
@@ -462,8 +490,7 @@ impl Weights {
             let what = format!("another version of module {}", self.unit_name(unit));
             return Err(self.held(what, self.unit_bytes(unit), std::iter::once(unit)));
         }
-        let Some(memory) = &module.memory else { return Ok(()) };
-        let start = memory.range().start;
+        let start = state.memory.address(self.offsets[unit]);
         let restores = !module.backup.is_empty();
         let waits = take_fences(&mut state.modules[unit]);
         if restores {
@@ -562,7 +589,7 @@ impl Weights {
         version: u32,
     ) -> Result<(usize, DeviceAddress), ResidentError> {
         let bytes = self.unit_bytes(unit);
-        let outside = state.modules.iter().enumerate().filter(|(_, module)| module.memory.is_none());
+        let outside = state.modules.iter().enumerate().filter(|(_, module)| !module.loaded);
         let mut largest = Largest::default();
         outside.for_each(|(unit, _)| largest.add(self.unit_bytes(unit)));
         let wanted = largest.buffer_bytes();
@@ -620,10 +647,14 @@ impl Weights {
         let attached = state.attached.as_ref().map(|attached| &attached.set);
         let candidate = |(unit, module): (usize, &Module)| {
             let bytes = self.unit_bytes(unit);
-            let extents = self.layout.extents(self.layout.units()[unit].bytes.clone());
-            let link: u64 = extents.map(|extent| extent.file_bytes.min(extent.device_bytes)).sum();
+            let link = link_bytes(&self.layout, &self.layout.units()[unit].bytes);
             let patched = if self.version_of(unit, attached) == 0 { 0 } else { bytes };
-            Candidate { cost: link.saturating_add(patched), bytes, loaded: module.memory.is_some() }
+            Candidate {
+                cost: link.saturating_add(patched),
+                bytes,
+                pages: self.pages_of(unit),
+                loaded: module.loaded,
+            }
         };
         state.modules.iter().enumerate().map(candidate).collect()
     }
@@ -647,9 +678,11 @@ impl Weights {
         // What the budget does not know of: the factors, and room for casts if that is yet to be taken.
         let casts = state.scratch.is_none()
             && self.layout.extents(0..u64::MAX).any(|extent| is_cast_on_card(&extent));
-        let spent = factors(state).saturating_sub(before) + if casts { self.chunk_bytes } else { 0 };
+        let rounded = |bytes: u64| bytes.next_multiple_of(self.page_bytes);
+        let spent = rounded(factors(state).saturating_sub(before))
+            + if casts { rounded(self.chunk_bytes) } else { 0 };
         for unit in 0..state.modules.len() {
-            if state.modules[unit].memory.is_some() && state.modules[unit].pins == 0 {
+            if state.modules[unit].loaded && state.modules[unit].pins == 0 {
                 let version = self.version_of(unit, set);
                 self.refresh(state, unit, version)?;
             }
@@ -668,34 +701,40 @@ impl Weights {
                 }
             },
         };
-        let mut added = 0;
-        for unit in to_load(&self.candidates(state), limit) {
+        let room = Room { mapped: state.memory.mapped(), page_bytes: self.page_bytes, limit };
+        let before = self.loaded();
+        for unit in to_load(&self.candidates(state), &room) {
             self.load_module(state, unit, self.version_of(unit, set))?;
-            added += self.unit_bytes(unit);
         }
-        let outside = state.modules.iter().any(|module| module.memory.is_none());
+        let outside = state.modules.iter().any(|module| !module.loaded);
         if !outside && !state.places.is_pinned() {
             self.drop_buffer(state)?;
         }
-        Ok(added)
+        Ok(self.loaded().saturating_sub(before))
     }
 
     fn load_module(&self, state: &mut State, unit: usize, version: u32) -> Result<(), ResidentError> {
-        let stream = Arc::clone(state.engine.stream(0));
-        let memory = PoolAllocation::new(&stream, self.unit_bytes(unit))?;
-        let start = memory.range().start;
+        state.memory.take(self.pages_of(unit))?;
+        self.note_loaded(state);
+        let start = state.memory.address(self.offsets[unit]);
         let bake = state.bake && version != 0;
         self.counts.misses.fetch_add(1, Ordering::Relaxed);
-        let ready = self.copy_module(state, unit, start, version != 0 && !bake, false, &[])?;
+        let ready = match self.copy_module(state, unit, start, version != 0 && !bake, false, &[]) {
+            Ok(ready) => ready,
+            Err(error) => {
+                state.memory.give(self.pages_of(unit))?;
+                self.note_loaded(state);
+                return Err(error);
+            }
+        };
         let module = &mut state.modules[unit];
         module.ready = Some(ready);
-        module.memory = Some(memory);
+        module.loaded = true;
         module.version = if bake { 0 } else { version };
         module.uses.clear();
         module.backup.clear();
         // Its bytes are on the card: the host's copy goes back.
         module.host.clear();
-        self.loaded.fetch_add(self.unit_bytes(unit), Ordering::Relaxed);
         if bake {
             state.modules[unit].version = UNKNOWN;
             self.patch_in_place(state, unit, start, true)?;
@@ -710,7 +749,6 @@ impl Weights {
     }
 
     fn unload_locked(&self, state: &mut State, bytes: u64) -> Result<u64, ResidentError> {
-        let idle = idle_bytes(&*self.device)?;
         let mut freed = 0;
         for unit in to_unload(&self.candidates(state)) {
             if freed >= bytes {
@@ -723,31 +761,32 @@ impl Weights {
                 fence.wait()?;
             }
             let module = &mut state.modules[unit];
-            if module.memory.take().is_some() {
-                module.version = 0;
-                module.backup.clear();
-                let bytes = self.unit_bytes(unit);
-                self.loaded.fetch_sub(bytes, Ordering::Relaxed);
-                freed += bytes;
-            }
+            module.loaded = false;
+            module.version = 0;
+            module.backup.clear();
+            let given = state.memory.give(self.pages_of(unit));
+            self.note_loaded(state);
+            freed += given?;
         }
-        self.hand_back(state, idle)?;
         Ok(freed)
     }
 
-    /// Hands what was freed back to the device, as far as the pool's pieces permit, and leaves the idle
-    /// cache of others alone.
-    fn hand_back(&self, state: &State, idle_before: u64) -> Result<(), ResidentError> {
-        state.engine.drain()?;
-        let figures = self.device.pool_figures()?;
-        Ok(self.device.pool_trim(figures.used.saturating_add(idle_before))?)
+    fn pages_of(&self, unit: usize) -> Range<u32> {
+        let start = self.offsets[unit];
+        let end = start + self.unit_bytes(unit);
+        // All fit: the number of pages was checked when the weights were opened.
+        let page = |page: u64| u32::try_from(page).unwrap_or(u32::MAX);
+        page(start / self.page_bytes)..page(end.div_ceil(self.page_bytes))
+    }
+
+    fn note_loaded(&self, state: &State) {
+        self.loaded.store(state.memory.bytes(), Ordering::Relaxed);
     }
 
     /// Takes everything off the card that no guard holds.
     pub(super) fn detach(&self) -> Result<(), ResidentError> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let idle = idle_bytes(&*self.device)?;
         self.unload_locked(state, u64::MAX)?;
         let pinned = (0..).zip(&state.modules).filter(|(_, module)| module.pins > 0).map(|(unit, _)| unit);
         let pinned: Vec<usize> = pinned.chain(state.places.pinned()).collect();
@@ -757,7 +796,6 @@ impl Weights {
         if pinned.is_empty() {
             (state.attached, state.scratch, state.bake) = (None, None, false);
         }
-        self.hand_back(state, idle)?;
         if pinned.is_empty() {
             return Ok(());
         }
@@ -788,26 +826,25 @@ impl Weights {
         Ok(before.page_locked_bytes.saturating_sub(self.arena.figures().page_locked_bytes))
     }
 
+    /// Where a module lies while it is on the card.
+    pub(super) fn address_of(&self, state: &State, unit: usize) -> DeviceAddress {
+        state.memory.address(self.offsets[unit])
+    }
+
     pub(super) fn lock(&self) -> parking_lot::MutexGuard<'_, State> {
         self.state.lock()
     }
 }
 
 impl State {
-    /// The address of a loaded module of this version, for work on `stream` that `note` is told of.
-    pub(super) fn loaded_at(
-        &mut self,
-        unit: usize,
-        version: u32,
-        stream: &Stream,
-    ) -> Result<Option<DeviceAddress>, DeviceError> {
+    /// Whether this version of a module is on the card; work given to `stream` next finds it there.
+    pub(super) fn has(&mut self, unit: usize, version: u32, stream: &Stream) -> Result<bool, DeviceError> {
         let module = &mut self.modules[unit];
-        let Some(memory) = module.memory.as_ref().filter(|_| module.version == version) else {
-            return Ok(None);
-        };
-        let start = memory.range().start;
-        settle(&mut module.ready, stream)?;
-        Ok(Some(start))
+        let has = module.loaded && module.version == version;
+        if has {
+            settle(&mut module.ready, stream)?;
+        }
+        Ok(has)
     }
 
     /// Notes that work on `stream` so far uses a module.
@@ -841,13 +878,13 @@ impl fmt::Debug for Weights {
 }
 
 /// What a module of these model addresses takes of the card.
-fn card_bytes(run: &std::ops::Range<u64>) -> u64 {
+fn card_bytes(run: &Range<u64>) -> u64 {
     (run.end - run.start).max(1).next_multiple_of(ALIGNMENT)
 }
 
-fn idle_bytes(device: &dyn Device) -> Result<u64, DeviceError> {
-    let figures = device.pool_figures()?;
-    Ok(figures.reserved.saturating_sub(figures.used))
+/// What crosses the link to stream a module of these model addresses.
+fn link_bytes(layout: &PageLayout, run: &Range<u64>) -> u64 {
+    layout.extents(run.clone()).map(|extent| extent.file_bytes.min(extent.device_bytes)).sum()
 }
 
 /// Makes a stream wait for bytes to arrive, and forgets the fence once they are there.

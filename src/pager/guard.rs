@@ -37,6 +37,12 @@ impl TensorView<'_> {
     }
 }
 
+/// Whether `name` is a tensor's whole name, or its name within its unit.
+pub(crate) fn names_tensor(unit: &str, tensor: &str, name: &str) -> bool {
+    let within = || tensor.strip_prefix(unit).and_then(|rest| rest.strip_prefix('.'));
+    tensor == name || within().is_some_and(|rest| rest == name)
+}
+
 /// What a guard holds: a run of spans, each pinned.
 #[derive(Debug)]
 pub(super) struct Pinned {

@@ -15,7 +15,7 @@ use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
-use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
+use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView, names_tensor};
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::reclaim;
@@ -488,14 +488,8 @@ impl PagedModel {
 
     pub(super) fn view(&self, pinned: &Pinned, name: &str) -> Option<TensorView<'_>> {
         let unit = self.index.unit_info(pinned.unit);
-        let tensor = unit.tensors.iter().copied().find(|&tensor| {
-            let whole = &self.index.tensor_info(tensor).name;
-            whole == name
-                || whole
-                    .strip_prefix(&unit.name)
-                    .and_then(|rest| rest.strip_prefix('.'))
-                    .is_some_and(|rest| rest == name)
-        })?;
+        let named = |tensor: TensorId| names_tensor(&unit.name, &self.index.tensor_info(tensor).name, name);
+        let tensor = unit.tensors.iter().copied().find(|&tensor| named(tensor))?;
         self.view_of(pinned, tensor)
     }
 

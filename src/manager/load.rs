@@ -170,6 +170,41 @@ impl Manager {
         self.load_models_gpu(std::slice::from_ref(model), options)
     }
 
+    /// Lists a model that was loaded elsewhere, in front, with no admission: a [stand-in] for what a worker
+    /// process has brought to the card by itself. The manager evicts it like any other. Answers its entry.
+    ///
+    /// Where its weights are listed already (through this patcher or a clone) that entry is answered, where
+    /// it stands, with `currently_used` as given here. A stand-in is listed with `currently_used` false:
+    /// this process does not know whether the worker is running it.
+    ///
+    /// It counts as a load: it waits for its turn.
+    ///
+    /// # Errors
+    /// The model's card is unknown. [`ManagerError::Reentrant`] if called from inside a patcher's method.
+    ///
+    /// [stand-in]: crate::patcher::StandIn
+    pub fn list(
+        &self,
+        model: &Arc<dyn ModelPatcher>,
+        currently_used: bool,
+    ) -> Result<LoadedModel, ManagerError> {
+        self.refuse_nested("list")?;
+        self.card(model.load_device(), &format!("{} is to be listed there", model.label()))?;
+        let entry = LoadedModel::new(model);
+        let _turn = self.loads.lock();
+        self.cleanup_models_gc();
+        let entry = self.ledger.list_unless_listed(entry);
+        entry.set_currently_used(currently_used);
+        tracing::debug!(
+            model = model.label(),
+            device = %model.load_device(),
+            loaded = model.loaded_size(),
+            currently_used,
+            "listed"
+        );
+        Ok(entry)
+    }
+
     /// Takes the entries of `wanted` and of their clones into the load's hands, waiting for threads that
     /// are freeing one of them. The models come in the order in which they are loaded: last named first.
     fn take_incoming(&self, wanted: Vec<Arc<dyn ModelPatcher>>) -> InHand<'_> {

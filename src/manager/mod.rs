@@ -29,6 +29,7 @@
 //! | `LoadedModel` | [`LoadedModel`] | `model_load` takes a [`LoadBudget`](crate::patcher::LoadBudget) where the reference has a float with the special values 0, 0.1 and 1e32; `model_unload` takes `Option` |
 //! | `ensure_pin_budget`, `ensure_pin_registerable` | [`Manager::ensure_pin_budget`], [`Manager::ensure_pin_registerable`] | never fail |
 //! | `ModelPatcher` | [`ModelPatcher`](crate::patcher::ModelPatcher) | only what the manager calls; `clone` is a patcher's own `clone_model`, since `Arc::clone` hides the name |
+//! | (none) | [`Manager::list`] | lists a model that was loaded elsewhere: a stand-in for a worker's |
 //! | `VRAMState` | [`VramState`] | a live setting in [`Knobs`] |
 //! | the answers of other backends | [`free_memory_rule`], [`total_memory_rule`], [`default_reserve`], [`default_min_weight_ratio`] | pure functions of a [`Backend`] |
 //!
@@ -77,6 +78,7 @@ mod pins;
 mod platform;
 mod state;
 mod stats;
+mod workers;
 
 pub use admission::UNLIMITED;
 pub use error::ManagerError;

@@ -5,7 +5,8 @@
 //! or leave. Several handles (clones) may share one set of weights.
 //!
 //! Owns the trait, the values that pass through it, and the patchers that come with the crate:
-//! [`PagedPatcher`] is a model of the pager, [`SizedModel`] a model that is nothing but sizes, for replays and tests.
+//! [`PagedPatcher`] is a model of the pager, [`StandIn`] one that a [`worker`] process holds, [`SizedModel`]
+//! a model that is nothing but sizes, for replays and tests.
 //!
 //! Locking: a patcher takes `&self` and locks for itself. The manager holds none of its short locks while
 //! it calls one; see [`ModelPatcher`] for what a patcher may do from inside such a call.
@@ -17,7 +18,10 @@
 mod dynamic;
 mod model;
 mod sized;
+mod stand_in;
+pub mod worker;
 
 pub use dynamic::PagedPatcher;
 pub use model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
 pub use sized::{SizedCard, SizedModel, SizedSpec};
+pub use stand_in::{StandIn, Worker, WorkerGone};

@@ -15,9 +15,9 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -43,10 +43,10 @@ pub trait WorkerParent: Send + Sync {
         let _ = (generation, device, bytes);
     }
 
-    /// The bytes of `device` that others hold and that a worker's own figures do not show it. 0 where the
-    /// driver's figure is device wide.
-    fn hidden_from_worker(&self, device: Place) -> u64 {
-        let _ = device;
+    /// The bytes of `device` that others hold and that the own figures of the run `generation` do not show
+    /// it. 0 where the driver's figure is device wide.
+    fn hidden_from_worker(&self, generation: ModelUuid, device: Place) -> u64 {
+        let _ = (generation, device);
         0
     }
 }
@@ -275,9 +275,8 @@ impl WorkerProcess {
     /// # Errors
     /// The worker is gone, or could not load.
     pub fn load(&self) -> Result<u64, WorkerError> {
-        let hidden_bytes = self.shared.parent.hidden_from_worker(self.shared.place);
-        let answer =
-            self.shared.ask(self.options.load_patience, |id| ToWorker::Load { id, hidden_bytes })?;
+        let hidden_bytes = self.shared.parent.hidden_from_worker(self.shared.generation, self.shared.place);
+        let answer = self.shared.ask(self.options.load_patience, |id| ToWorker::Load { id, hidden_bytes })?;
         match answer {
             Answer::Done(added) => Ok(added),
             Answer::Failed(why) => Err(WorkerError::Load { worker: self.shared.label.clone(), why }),
@@ -448,7 +447,9 @@ impl Shared {
         match waiting {
             // Nobody listens any more if the caller lost patience; the worker is being put down then.
             Some(sender) => drop(sender.send(answer)),
-            None => return Err(FrameError::OutOfTurn(format!("an answer to request {id}, which is not open"))),
+            None => {
+                return Err(FrameError::OutOfTurn(format!("an answer to request {id}, which is not open")));
+            }
         }
         Ok(())
     }
@@ -456,12 +457,14 @@ impl Shared {
     /// Serves a request for room on a thread of its own.
     fn make_room(self: &Arc<Self>, id: u64, bytes: u64) -> Result<(), FrameError> {
         if self.making_room.swap(true, Ordering::AcqRel) {
-            return Err(FrameError::OutOfTurn("a second request for room before the first was met".to_owned()));
+            return Err(FrameError::OutOfTurn(
+                "a second request for room before the first was met".to_owned(),
+            ));
         }
         let shared = Arc::clone(self);
         let serve = move || {
             let made = shared.parent.make_room(bytes, shared.place);
-            let hidden_bytes = shared.parent.hidden_from_worker(shared.place);
+            let hidden_bytes = shared.parent.hidden_from_worker(shared.generation, shared.place);
             tracing::debug!(worker = shared.label, bytes, ?made, "a worker asked for room");
             shared.making_room.store(false, Ordering::Release);
             if let Err(error) = shared.send(&ToWorker::Room { id, hidden_bytes, error: made.err() }) {
@@ -584,4 +587,50 @@ fn end_child(child: &mut Child) {
     // Both fail only for a process that was waited for already.
     let _ = child.kill();
     let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the parent makes of a greeting answered with `answer`.
+    fn greeted(answer: &[u8]) -> Result<(String, u64), String> {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut options = WorkerOptions::new("p", "emulated:1MiB", "f", "/tmp");
+        options.start_patience = Duration::from_secs(2);
+        std::io::Write::write_all(&mut theirs, answer).unwrap();
+        let answer = handshake(&mut ours, &options, ModelUuid::from_u128(7), 42);
+        drop(theirs);
+        answer
+    }
+
+    fn welcome(magic: &str, version: u32, pid: u32, generation: u128) -> Vec<u8> {
+        let mut frame = Vec::new();
+        let message = ToParent::Welcome {
+            magic: magic.to_owned(),
+            version,
+            pid,
+            generation: ModelUuid::from_u128(generation).to_string(),
+            model: "m".to_owned(),
+            size_bytes: 9,
+        };
+        write_frame(&mut frame, &message).unwrap();
+        frame
+    }
+
+    #[test]
+    fn only_the_worker_that_was_started_is_taken() {
+        assert_eq!(greeted(&welcome(PROTOCOL_MAGIC, PROTOCOL_VERSION, 42, 7)).unwrap(), ("m".to_owned(), 9));
+        for (answer, why) in [
+            (welcome("another", PROTOCOL_VERSION, 42, 7), "another protocol"),
+            (welcome(PROTOCOL_MAGIC, PROTOCOL_VERSION + 1, 42, 7), "version 2"),
+            (welcome(PROTOCOL_MAGIC, PROTOCOL_VERSION, 43, 7), "another worker answered"),
+            (welcome(PROTOCOL_MAGIC, PROTOCOL_VERSION, 42, 8), "another worker answered"),
+            (b"\xff\xff\xff\xffmore".to_vec(), "4294967295 bytes"),
+            (b"\x02\0\0\0{}".to_vec(), "no message"),
+        ] {
+            let refusal = greeted(&answer).unwrap_err();
+            assert!(refusal.contains(why), "{refusal}");
+        }
+    }
 }

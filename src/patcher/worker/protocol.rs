@@ -161,6 +161,8 @@ pub(super) fn read_frame<T: DeserializeOwned>(
             Ok(0) => return Err(FrameError::Closed),
             Ok(_) => break,
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            // It closed without having read all that it was sent.
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return Err(FrameError::Closed),
             Err(error) if is_timeout(&error) => return Err(FrameError::Slow(first.unwrap_or_default())),
             Err(error) => return Err(error.into()),
         }

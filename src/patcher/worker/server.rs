@@ -101,10 +101,7 @@ pub fn serve(device: &SharedDevice, file: &Path, options: &ServeOptions) -> Resu
     let deadline = Instant::now() + options.patience;
     let stream = loop {
         let Some(mut stream) = socket.accept(deadline)? else {
-            return Err(ServeError::NoParent {
-                socket: options.socket.clone(),
-                patience: options.patience,
-            });
+            return Err(ServeError::NoParent { socket: options.socket.clone(), patience: options.patience });
         };
         match greet(&mut stream, &model, options) {
             Ok(()) => break stream,
@@ -273,16 +270,19 @@ impl Session {
         if bytes == u64::MAX {
             self.held.lock().clear();
         }
-        let freed = match self.model.unload(bytes) {
-            Ok(freed) => freed,
-            Err(error) => return self.fail(id, error.to_string()),
-        };
+        let before = self.model.figures();
+        // The pages hold a little more than the weights; what is asked for are bytes of weights.
+        let beyond = before.resident_bytes.saturating_sub(before.weights_bytes);
+        let loaded = self.loaded();
+        if let Err(error) = self.model.unload(bytes.saturating_add(beyond)) {
+            return self.fail(id, error.to_string());
+        }
         if let Err(error) = self.pager.release_idle() {
             tracing::warn!(%error, "idle frames were not handed back");
         }
         self.answer(|loaded_bytes, held_bytes| ToParent::Unloaded {
             id,
-            freed_bytes: freed,
+            freed_bytes: loaded.saturating_sub(loaded_bytes),
             loaded_bytes,
             held_bytes,
         })

@@ -120,6 +120,8 @@ impl Manager {
         let _span = span.enter();
         let _turn = self.loads.lock();
         self.cleanup_models_gc();
+        // The machine's share of page-locked memory may have changed without a word.
+        self.apply_limits();
 
         let knobs = self.knobs();
         let minimum_inference = knobs.minimum_inference_memory();

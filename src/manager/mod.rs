@@ -61,7 +61,7 @@
 //! | a card that is lost | [`ManagerError::Device`]; `unload_all_models` needs no figures and still works |
 //! | host memory as the device | loads whole, frees nothing |
 //!
-//! May import: units, device, patcher; never pager.
+//! May import: units, device, staging (the page-locked budget's rule), patcher; never pager.
 
 #![deny(unsafe_code)]
 

@@ -22,6 +22,8 @@ mod stand_in;
 pub mod worker;
 
 pub use dynamic::PagedPatcher;
-pub use model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
+pub use model::{
+    CardLimits, IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place,
+};
 pub use sized::{SizedCard, SizedModel, SizedSpec};
 pub use stand_in::{StandIn, Worker, WorkerGone};

@@ -84,7 +84,7 @@ impl Manager {
     /// let spec = SizedSpec { size: 12 * GIB, ..SizedSpec::default() };
     /// let model: Arc<dyn ModelPatcher> = SizedModel::new(spec, &card);
     ///
-    /// // A sampler asks for a batch of two, accepts one, and sizes its batch by what is free after.
+    /// // A sampler asks for a batch of two and accepts one.
     /// let each = 2 * GIB;
     /// let options = LoadOptions {
     ///     memory_required: 2 * each,
@@ -94,13 +94,6 @@ impl Manager {
     /// manager.load_model_gpu(&model, options)?;
     /// let batch = (manager.get_free_memory(Some(model.load_device()))? / each).clamp(1, 2);
     /// assert_eq!(batch, 1);
-    ///
-    /// // Out of memory: give everything up and try again.
-    /// if let Err(error) = manager.load_model_gpu(&model, options) {
-    ///     assert!(error.is_out_of_memory());
-    ///     manager.unload_all_models()?;
-    ///     manager.load_model_gpu(&model, options)?;
-    /// }
     /// # Ok(())
     /// # }
     /// ```

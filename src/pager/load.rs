@@ -355,9 +355,7 @@ fn keep_streamed(
     pages: std::ops::Range<u32>,
     buffer: StagingBuffer,
 ) {
-    let limit = core.arena.figures().limit_bytes;
-    // The ring of buffers that reads go through stays free of kept pages.
-    let kept_limit = limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes);
+    let kept_limit = kept_limit(core);
     let mut rest = Some(buffer);
     let mut page = pages.start;
     while let Some(mut buffer) = rest.take() {
@@ -378,6 +376,19 @@ fn keep_streamed(
         }
         page += count;
     }
+}
+
+/// Bytes of staging memory that may hold kept pages: the ring of buffers that reads go through stays free of
+/// them.
+fn kept_limit(core: &Core) -> u64 {
+    let limit = core.arena.figures().limit_bytes;
+    limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes)
+}
+
+/// Gives kept pages back that are more than may be kept now.
+pub(super) fn drop_kept_over_limit(core: &Core, control: &mut Control) {
+    let limit = kept_limit(core);
+    while control.cached_bytes > limit && drop_one_cached(control) {}
 }
 
 /// Gives kept pages of `model` back until `bytes` are free or none is left; answers the bytes.

@@ -56,7 +56,7 @@ pub struct ModelFigures {
     pub planned_bytes: u64,
     /// The most bytes that one fault streams at once.
     pub largest_streamed_part_bytes: u64,
-    /// Bytes of pages kept in staging memory.
+    /// Bytes of pages kept in page-locked staging memory.
     pub page_locked_bytes: u64,
     /// Pages of the model.
     pub pages: u32,
@@ -274,13 +274,21 @@ impl PagedModel {
         reclaim::unload_pages(&mut control, self.id, bytes, core.page_bytes)
     }
 
-    /// Gives back up to `bytes` of pages kept in staging memory; answers the bytes.
+    /// Gives pages kept in staging memory up until `bytes` of page-locked memory went back to the host, or
+    /// none is kept; answers what went back. Memory goes back in whole registered blocks, so that it may be
+    /// more, and less where other models keep pages in the same blocks.
     pub fn unload_page_locked(&self, bytes: u64) -> Result<u64, PagerError> {
         let core = self.core();
-        let freed = super::load::drop_cached(&mut core.control.lock(), self.id, bytes);
-        let held = core.arena.figures().held_bytes;
-        core.arena.trim(held.saturating_sub(freed))?;
-        Ok(freed)
+        let mut given = 0;
+        while given < bytes {
+            let dropped = super::load::drop_cached(&mut core.control.lock(), self.id, bytes - given);
+            let held = core.arena.figures().held_bytes;
+            given += core.arena.trim(held.saturating_sub(bytes - given))?;
+            if dropped == 0 {
+                break;
+            }
+        }
+        Ok(given)
     }
 
     /// What the model has counted so far.
@@ -301,7 +309,12 @@ impl PagedModel {
             resident_bytes: u64::from(model.resident) * core.page_bytes,
             planned_bytes: u64::from(model.plan.resident) * core.page_bytes,
             largest_streamed_part_bytes: u64::from(model.plan.largest_part) * core.page_bytes,
-            page_locked_bytes: model.cache.values().map(|run| run.buffer.len()).sum(),
+            page_locked_bytes: model
+                .cache
+                .values()
+                .filter(|run| run.buffer.is_page_locked())
+                .map(|run| run.buffer.len())
+                .sum(),
             pages: self.layout.page_count(),
         }
     }

@@ -14,7 +14,10 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::lora::{Lora, LoraError, lora_patches};
-use super::model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
+use super::model::{
+    CardLimits, IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place,
+};
+use crate::device::DeviceError;
 use crate::pager::{Guard, PagedModel, Pager, PagerError, PagerStream, PatchSet, RowsGuard};
 use crate::weights::{TensorId, UnitId};
 
@@ -205,13 +208,24 @@ impl IdleCache for Pager {
 
     fn release(&self) {
         if let Err(error) = self.release_idle() {
-            self.device().defer(match error {
-                PagerError::Device(error) => error,
-                error => crate::device::DeviceError::InvalidArgument {
-                    call: "release_frame",
-                    why: error.to_string(),
-                },
-            });
+            defer(self, "release_frame", error);
         }
     }
+
+    fn apply_limits(&self, limits: CardLimits) {
+        if let Err(error) = self.set_headroom(limits.leave_free) {
+            defer(self, "set_headroom", error);
+        }
+        if let Err(error) = self.set_page_locked_limit(limits.page_locked) {
+            defer(self, "set_page_locked_limit", error);
+        }
+    }
+}
+
+/// Keeps an error that cannot be returned here for the card's next call that can.
+fn defer(pager: &Pager, call: &'static str, error: PagerError) {
+    pager.device().defer(match error {
+        PagerError::Device(error) => error,
+        error => DeviceError::InvalidArgument { call, why: error.to_string() },
+    });
 }

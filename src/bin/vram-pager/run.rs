@@ -336,6 +336,7 @@ fn set_knobs(manager: &Manager, total: u64, options: &RunOptions) -> Result<(), 
         knobs.reserve = reserve.unwrap_or_else(|| shrunk(knobs.reserve));
         knobs.inference_floor = shrunk(knobs.inference_floor);
         knobs.headroom = options.headroom;
+        knobs.page_locked_budget = options.page_locked;
         knobs.vram_state = options.vram_state.into();
         knobs.smart_memory = !options.disable_smart_memory;
     });

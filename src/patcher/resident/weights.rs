@@ -143,8 +143,7 @@ impl Weights {
             &LayoutOptions { compute: options.compute, ..LayoutOptions::new(4 * KIB) },
         )?;
         let chunk_bytes = options.chunk_bytes.clamp(SLOT_BYTES, 1 << 30).next_multiple_of(SLOT_BYTES);
-        let limit =
-            options.page_locked_bytes.unwrap_or_else(|| budget::page_locked_limit(budget::host_memory()));
+        let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let run_slots = u32::try_from(chunk_bytes / SLOT_BYTES).unwrap_or(u32::MAX);
         let arena =
             Arena::new(device, &ArenaOptions { slot_bytes: SLOT_BYTES, run_slots, limit_bytes: limit });

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Attention scores are made for as many heads at once as fit in this many bytes, at least one.
 const SCORE_BYTES: u64 = 256 << 10;
 
-/// Threads of a block of kernels that take one element a thread, or one row a block.
+/// Threads of a block of kernels that take one element, or one row, a thread.
 const BLOCK: u32 = 256;
 
 /// Rows and columns of a tile of the matrix kernels; a thread makes one element of it.
@@ -178,7 +178,7 @@ impl<'s> Session<'s> {
         };
         let (rows, width) = (KernelArg::U32(x.rows), KernelArg::U32(x.width));
         let args = [read(&weight), read(&bias), x.write(), rows, width, KernelArg::F32(epsilon)];
-        self.launch(self.compute.layer_norm, [x.rows, 1, 1], [BLOCK, 1, 1], &args)
+        self.flat(self.compute.layer_norm, x.rows, &args)
     }
 
     /// Attention of every token to every other, head by head.
@@ -203,7 +203,7 @@ impl<'s> Session<'s> {
             let args = [q.read(), k.read(), shares.write(), a, b, c, d, e, KernelArg::F32(scale)];
             self.tiles(self.compute.scores, tokens, tokens, count, &args)?;
             let args = [shares.write(), KernelArg::U32(count * tokens), KernelArg::U32(tokens)];
-            self.launch(self.compute.softmax, [count * tokens, 1, 1], [BLOCK, 1, 1], &args)?;
+            self.flat(self.compute.softmax, count * tokens, &args)?;
             let args = [shares.read(), v.read(), out.write(), a, b, c, d, e];
             self.tiles(self.compute.mix, tokens, heads.width, count, &args)?;
         }
@@ -226,7 +226,7 @@ impl<'s> Session<'s> {
     pub(super) fn pool(&self, x: &Activation) -> Result<Activation, RunnerError> {
         let mut out = self.activation(1, x.width)?;
         let args = [x.read(), out.write(), KernelArg::U32(x.rows), KernelArg::U32(x.width)];
-        self.launch(self.compute.pool, [1, 1, 1], [BLOCK, 1, 1], &args)?;
+        self.flat(self.compute.pool, x.width, &args)?;
         Ok(out)
     }
 
@@ -261,7 +261,7 @@ impl<'s> Session<'s> {
         Ok(self.model.fault_piece_when_free(unit, piece, self.stream, deadline)?)
     }
 
-    /// A launch of one thread an element.
+    /// A launch of one thread an element, or a row.
     fn flat(&self, kernel: KernelId, count: u32, args: &[KernelArg]) -> Result<(), RunnerError> {
         self.launch(kernel, [count.div_ceil(BLOCK), 1, 1], [BLOCK, 1, 1], args)
     }

@@ -37,6 +37,7 @@ impl NullDevice {
                 granularity,
                 virtual_memory: true,
                 host_addressable: false,
+                link: None,
                 keeps_bytes: false,
             },
             next: AtomicU64::new(1),

@@ -9,13 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::card::Pager;
 use super::claim::Patience;
 use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
-use super::pager::Pager;
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::reclaim;

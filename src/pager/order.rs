@@ -345,8 +345,8 @@ mod tests {
         assert_eq!(pass(&mut learner, &known, [3, 1, 0, 2]), Some(Learned::PassEnded));
         assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
         assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
-        let learned = pass(&mut learner, &known, [3, 2, 0, 1]);
-        assert_eq!(learned, Some(Learned::NewOrder(vec![3, 2, 0, 1])));
+        let second = pass(&mut learner, &known, [3, 2, 0, 1]);
+        assert_eq!(second, Some(Learned::NewOrder(vec![3, 2, 0, 1])));
         known = order(vec![3, 2, 0, 1]);
         assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
     }

@@ -123,9 +123,9 @@ pub(crate) fn choose(
     compute: Option<f64>,
 ) -> Choice {
     let mut best = Choice { whole: Vec::new(), ring: RingSize::Quarters(8) };
-    let plain = order_with(&[]);
-    let pages = u32::try_from(plain.pages().len()).unwrap_or(u32::MAX);
-    if pages <= frames || plain.pages().len() > MODELLED_PAGES {
+    let unkept = order_with(&[]);
+    let pages = u32::try_from(unkept.pages().len()).unwrap_or(u32::MAX);
+    if pages <= frames || unkept.pages().len() > MODELLED_PAGES {
         return best;
     }
     let mut large: Vec<Range<u32>> =
@@ -141,7 +141,7 @@ pub(crate) fn choose(
             break;
         }
         let order = if kept == 0 { None } else { Some(order_with(whole)) };
-        let order = order.as_ref().unwrap_or(&plain);
+        let order = order.as_ref().unwrap_or(&unkept);
         let mut last = None;
         for quarters in TRIED {
             let ring = RingSize::Quarters(quarters);

@@ -23,7 +23,7 @@ use crate::units::{GIB, Rate};
 /// How old a look at the device's memory may be while faults go on.
 const BUDGET_AGE: Duration = Duration::from_millis(2);
 
-/// The link that plans are made for where the device tells none: PCIe 4 x16 as measured by others.
+/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
 const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
 /// Whose frames may be taken for a fault.
@@ -272,11 +272,10 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     let spans = model.order.spans().to_vec();
     let order_with =
         |whole: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, whole);
-    // The compute of a pass in page copies, if the runner told it.
+    // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
     let compute = model.compute_per_gib.map(|per_gib| {
-        let bytes = f64::from(layout.page_count()) * core.page_bytes as f64;
-        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(core.page_bytes);
-        per_gib.as_secs_f64() * bytes / GIB as f64 / copy.as_secs_f64().max(f64::MIN_POSITIVE)
+        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
+        f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
     });
     let choice = choose(order_with, &model.groups, pages_of, frames, compute);
     let other_order = choice.whole != model.choice.whole;

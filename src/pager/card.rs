@@ -68,7 +68,7 @@ impl Pager {
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
         let info = device.info();
         let page_bytes = options.page_bytes.unwrap_or(info.granularity);
-        if page_bytes == 0 || page_bytes % info.granularity != 0 {
+        if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {
             return Err(PagerError::InvalidArgument {
                 what: "page size",
                 why: format!(
@@ -222,15 +222,12 @@ impl Pager {
             attached: None,
             stale: HashSet::new(),
         };
-        let id = match control.models.iter().position(Option::is_none) {
-            Some(place) => {
-                control.models[place] = Some(Box::new(state));
-                place
-            }
-            None => {
-                control.models.push(Some(Box::new(state)));
-                control.models.len() - 1
-            }
+        let id = if let Some(place) = control.models.iter().position(Option::is_none) {
+            control.models[place] = Some(Box::new(state));
+            place
+        } else {
+            control.models.push(Some(Box::new(state)));
+            control.models.len() - 1
         };
         let id = u32::try_from(id).unwrap_or(u32::MAX);
         let planned = reclaim::refresh_budget(core, &mut control, true)

@@ -7,7 +7,7 @@
 #[path = "../examples/embed/runner/mod.rs"]
 mod runner;
 
-#[allow(dead_code, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
+#[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
 mod common;
 
 use std::sync::Arc;

@@ -10,7 +10,7 @@
 #[allow(dead_code, reason = "this test uses a part of it")]
 mod runner;
 
-#[allow(dead_code, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
+#[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
 mod common;
 mod standin;
 

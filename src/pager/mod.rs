@@ -56,4 +56,4 @@ pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
-pub use verify::{CHECK_CAPACITY, Check, Mismatch, Verifier};
+pub use verify::{CHECK_CAPACITY, Check, Mismatch, VerifiedBy, Verifier};

@@ -1,6 +1,6 @@
 //! What the tests share: small models written to disk, and passes over them with every byte checked.
 
-#![allow(dead_code, missing_docs, unreachable_pub, reason = "each test uses a part of it")]
+#![allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "each test uses a part of it")]
 
 mod cards;
 #[cfg(feature = "cuda")]

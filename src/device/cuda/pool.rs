@@ -237,6 +237,10 @@ impl CudaDevice {
             // stream; both are the caller's promise.
             return unsafe { self.driver.mem_free_async(address, stream) };
         }
+        if !self.driver.has_events() {
+            // SAFETY: the stream is live; nothing uses the block once it is done.
+            return unsafe { self.driver.wait_for_stream(stream).and_then(|()| self.driver.mem_free(address)) };
+        }
         let mut event = null_mut();
         // SAFETY: the pointer is valid for the call.
         unsafe { self.driver.event_create(&raw mut event, EVENT_FLAGS)? };
@@ -297,7 +301,7 @@ impl ActivationPool for CudaDevice {
                 // SAFETY: the stream is live; a plain free takes pool memory too, and nothing uses it once
                 // the stream is done.
                 unsafe {
-                    self.driver.stream_synchronize(stream)?;
+                    self.driver.wait_for_stream(stream)?;
                     self.driver.mem_free(range.start.0)
                 }
             }),

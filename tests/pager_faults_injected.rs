@@ -6,6 +6,8 @@
 //! For failures that stay, the faults are taken away before the drop: a card that refuses every unmap
 //! cannot be given anything back.
 
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+
 mod common;
 
 use std::sync::Arc;

@@ -1,5 +1,6 @@
 //! What the tests share: small models written to disk, and passes over them with every byte checked.
 
+<<<<<<< HEAD
 #![allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "each test uses a part of it")]
 
 mod cards;
@@ -9,6 +10,18 @@ mod cards;
 mod standin;
 
 pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
+=======
+#![allow(
+    dead_code,
+    missing_docs,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::missing_panics_doc,
+    clippy::cast_possible_truncation,
+    reason = "each test uses a part of it, and a failure here is a failed test"
+)]
+>>>>>>> main
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -9,10 +9,6 @@
 #[path = "../examples/embed/runner/mod.rs"]
 mod runner;
 
-<<<<<<< HEAD
-#[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
-=======
->>>>>>> main
 mod common;
 
 use std::sync::Arc;

@@ -3,7 +3,8 @@
 //! With `VRAM_PAGER_TEST_DEVICE=cuda` the same tests run on the CUDA backend. Each open card is a card of
 //! its own behind the driver, larger than what the test asks for and capped to it, so that tests that run
 //! at once do not see each other. Tests whose hooks only an emulated card has ask for [`emulated_card`]
-//! and say why; they run on it under either setting.
+//! and say why; they run on it under either setting. With `card` the cards are a real `cuda:0`, capped;
+//! only tests without hooks whose pages are 2 MiB run there (see `gpu-check.sh`).
 
 use std::sync::Arc;
 
@@ -18,8 +19,8 @@ const PAGE: u64 = 64 * KIB;
 pub fn on_cuda() -> bool {
     match std::env::var("VRAM_PAGER_TEST_DEVICE").as_deref() {
         Err(_) | Ok("" | "emulated") => false,
-        Ok("cuda") => true,
-        Ok(other) => panic!("VRAM_PAGER_TEST_DEVICE={other}: write `emulated` or `cuda`"),
+        Ok("cuda" | "card") => true,
+        Ok(other) => panic!("VRAM_PAGER_TEST_DEVICE={other}: write `emulated`, `cuda` or `card`"),
     }
 }
 
@@ -132,6 +133,10 @@ mod behind_the_driver {
     static OPEN: Mutex<Cards> = Mutex::new(Cards { next: 0, open: Vec::new() });
 
     pub(super) fn open(bytes: u64, page: u64) -> (Hooks, SharedDevice) {
+        if std::env::var("VRAM_PAGER_TEST_DEVICE").as_deref() == Ok("card") {
+            let device = device::open(&format!("cuda:0,cap={bytes},page={page}")).unwrap();
+            return (Hooks::Cuda { ordinal: 0, cap: bytes }, device);
+        }
         let mut cards = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         if cards.open.is_empty() {
             standin().set_page(PAGE);

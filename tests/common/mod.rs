@@ -1,18 +1,8 @@
 //! What the tests share: small models written to disk, and passes over them with every byte checked.
 
-<<<<<<< HEAD
-#![allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "each test uses a part of it")]
-
-mod cards;
-#[cfg(feature = "cuda")]
-#[allow(unsafe_code, reason = "calls the hooks of the stand-in's library")]
-#[path = "../standin/mod.rs"]
-mod standin;
-
-pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
-=======
 #![allow(
     dead_code,
+    unused_imports,
     missing_docs,
     unreachable_pub,
     clippy::unwrap_used,
@@ -21,7 +11,14 @@ pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
     clippy::cast_possible_truncation,
     reason = "each test uses a part of it, and a failure here is a failed test"
 )]
->>>>>>> main
+
+mod cards;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "calls the hooks of the stand-in's library")]
+#[path = "../standin/mod.rs"]
+mod standin;
+
+pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -220,14 +220,9 @@ impl<'s> Session<'s> {
             args.push(KernelArg::F32(scale));
             self.tiles(self.compute.scores, tokens, tokens, count, &args)?;
             let args = [shares.write(), KernelArg::U32(count * tokens), KernelArg::U32(tokens)];
-<<<<<<< HEAD
             self.flat(self.compute.softmax, count * tokens, &args)?;
-            let args = [shares.read(), v.read(), out.write(), a, b, c, d, e];
-=======
-            self.launch(self.compute.softmax, [count * tokens, 1, 1], [BLOCK, 1, 1], &args)?;
             let mut args = vec![shares.read(), value.read(), out.write()];
             args.extend(sizes);
->>>>>>> main
             self.tiles(self.compute.mix, tokens, heads.width, count, &args)?;
         }
         Ok(out)

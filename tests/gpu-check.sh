@@ -92,7 +92,7 @@ grep -q '"kind":"cuda","usable":true' "$work/devices" || { "$here/vram-pager" de
 json="\"devices\":$(cat "$work/devices")"
 
 printf '%-44s %-8s %s\n' check answer figures
-VRAM_PAGER_TEST_DEVICE=card check contract 90 "$here/device_contract" --test-threads=1 'cuda::'
+VRAM_PAGER_TEST_DEVICE=card check contract 90 "$here/device_contract" --test-threads=1 cuda_card_over_the_standin
 row "device contract" "$(answer $?)" "$(grep -o '[0-9]* passed; [0-9]* failed' "$work/contract" | tail -n 1)"
 
 check embedding 60 "$here/embed" --model "$here/models/all-MiniLM-L6-v2" --device "cuda:0,cap=24MiB,page=2MiB" \

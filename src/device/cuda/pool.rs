@@ -200,7 +200,8 @@ fn growth(cap: u64, frames: u64, pool: PoolFigures, bytes: u64) -> Growth {
     let with = |held: u64| frames.saturating_add(held).saturating_add(step);
     if frames.saturating_add(pool.used).saturating_add(bytes) > cap {
         Growth::Never
-    } else if with(pool.reserved) <= cap {
+    } else if with(pool.reserved) <= cap || pool.reserved.saturating_sub(pool.used) >= bytes {
+        // Idle memory that may serve is not handed back for somebody else to take.
         Growth::Fits
     } else {
         Growth::TrimFirst
@@ -332,7 +333,8 @@ mod tests {
         let ask = |frames, pool, bytes| growth(100 * MIB, frames * MIB, pool, bytes * MIB);
         assert_eq!(ask(0, pool(0, 0), 100), Growth::Fits);
         assert_eq!(ask(0, pool(0, 0), 101), Growth::Never);
-        assert_eq!(ask(60, pool(40, 0), 30), Growth::TrimFirst);
+        assert_eq!(ask(60, pool(40, 0), 30), Growth::Fits, "idle memory serves");
+        assert_eq!(ask(60, pool(39, 20), 20), Growth::TrimFirst);
         assert_eq!(ask(60, pool(40, 20), 30), Growth::Never);
         assert_eq!(growth(MIB, 0, pool(0, 0), u64::MAX), Growth::Never);
     }

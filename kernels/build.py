@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compiles the sources of this folder to PTX with NVRTC; needs no GPU and no toolkit.
+"""Compiles the CUDA sources of the crate and of its example to PTX with NVRTC; needs no GPU and no toolkit.
 
-    build.py LIBRARY [OUTPUT]
+    build.py LIBRARY [FOLDER]
 
-LIBRARY is libnvrtc.so.12 of the PyPI package nvidia-cuda-nvrtc-cu12 (see check.sh, which fetches it);
-OUTPUT defaults to vram_pager.ptx beside this file. The package's version fixes the PTX version, and so the
+LIBRARY is libnvrtc.so.12 of the PyPI package nvidia-cuda-nvrtc-cu12 (see check.sh, which fetches it). Each
+PTX is written beside its sources, or into FOLDER. The package's version fixes the PTX version, and so the
 oldest driver that loads the result: 12.0.140 writes PTX 8.0, which drivers from CUDA 12.0 on take.
 """
 
@@ -12,8 +12,12 @@ import ctypes
 import pathlib
 import sys
 
-FOLDER = pathlib.Path(__file__).resolve().parent
-SOURCES = ["numeric.cu", "cast.cu", "patch.cu", "checksum.cu"]
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# The PTX files, and the sources of each in order.
+MODULES = {
+    "kernels/vram_pager.ptx": ["numeric.cu", "cast.cu", "patch.cu", "checksum.cu"],
+    "examples/embed/embed.ptx": ["embed.cu"],
+}
 # Arithmetic as written: no products fused into sums, no subnormals flushed.
 OPTIONS = [
     "--gpu-architecture=compute_75",
@@ -25,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def compile_to_ptx(library: str) -> bytes:
+def compile_to_ptx(library: str, ptx: pathlib.Path, sources: list) -> bytes:
     nvrtc = ctypes.CDLL(library)
 
     def call(name, *arguments):
@@ -33,9 +37,10 @@ def compile_to_ptx(library: str) -> bytes:
         if code != 0:
             raise RuntimeError(f"{name} answered {code}")
 
-    source = "".join(f'#line 1 "{name}"\n{(FOLDER / name).read_text()}\n' for name in SOURCES)
+    source = "".join(f'#line 1 "{name}"\n{(ptx.parent / name).read_text()}\n' for name in sources)
     program = ctypes.c_void_p()
-    call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"vram_pager.cu", 0, None, None)
+    name = ptx.with_suffix(".cu").name.encode()
+    call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name, 0, None, None)
     options = (ctypes.c_char_p * len(OPTIONS))(*[option.encode() for option in OPTIONS])
     code = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
     size = ctypes.c_size_t()
@@ -55,9 +60,11 @@ def compile_to_ptx(library: str) -> bytes:
 def main() -> None:
     if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
-    output = pathlib.Path(sys.argv[2]) if len(sys.argv) == 3 else FOLDER / "vram_pager.ptx"
-    output.write_bytes(compile_to_ptx(sys.argv[1]))
-    print(f"wrote {output}")
+    for name, sources in MODULES.items():
+        ptx = ROOT / name
+        output = pathlib.Path(sys.argv[2]) / ptx.name if len(sys.argv) == 3 else ptx
+        output.write_bytes(compile_to_ptx(sys.argv[1], ptx, sources))
+        print(f"wrote {output}")
 
 
 if __name__ == "__main__":

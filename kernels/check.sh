@@ -9,6 +9,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
+root=$(dirname "$here")
 cache=${VRAM_PAGER_KERNEL_TOOLS:-${XDG_CACHE_HOME:-$HOME/.cache}/vram-pager/kernel-tools}
 architectures="75 80 86 89 90 100 120"
 
@@ -37,18 +38,23 @@ fi
 
 work=$(mktemp -d)
 trap 'rm -r "$work"' EXIT
-python3 "$here/build.py" "$nvrtc" "$work/vram_pager.ptx" >/dev/null
-if ! cmp "$here/vram_pager.ptx" "$work/vram_pager.ptx"; then
-    echo "kernels/vram_pager.ptx is not what the sources give: run kernels/check.sh --rebuild" >&2
-    exit 1
-fi
-echo "kernels/vram_pager.ptx is up to date ($(grep -m1 '^\.version' "$here/vram_pager.ptx"))"
+python3 "$here/build.py" "$nvrtc" "$work" >/dev/null
+for ptx in kernels/vram_pager.ptx examples/embed/embed.ptx; do
+    if ! cmp "$root/$ptx" "$work/$(basename "$ptx")"; then
+        echo "$ptx is not what the sources give: run kernels/check.sh --rebuild" >&2
+        exit 1
+    fi
+    echo "$ptx is up to date ($(grep -m1 '^\.version' "$root/$ptx"))"
+done
+# The example's exponential and error function are the compiler's own, which fuse; the crate's kernels must not.
 if grep -nE '\b(fma|mad)\.[a-z.]*f(32|64)|\.ftz\b' "$here/vram_pager.ptx"; then
     echo "the kernels fuse or flush: their bits would differ from the host's" >&2
     exit 1
 fi
 
 for architecture in $architectures; do
-    "$ptxas" --gpu-name "sm_$architecture" --output-file "$work/out.cubin" "$here/vram_pager.ptx"
+    for ptx in kernels/vram_pager.ptx examples/embed/embed.ptx; do
+        "$ptxas" --gpu-name "sm_$architecture" --output-file "$work/out.cubin" "$root/$ptx"
+    done
     echo "assembled for sm_$architecture"
 done

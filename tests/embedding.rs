@@ -16,13 +16,14 @@ use std::sync::Arc;
 use common::assert_nothing_left;
 use runner::{Bert, Compute, FETCH, ModelFolder, RunnerError, Tokens};
 use serde::Deserialize;
-use vram_pager::device::{self, SharedDevice};
+use vram_pager::device::SharedDevice;
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{ModelCounts, PagedModel, Pager, PagerOptions};
 use vram_pager::patcher::{Lora, LoraFile, ResidentOptions};
 use vram_pager::units::MIB;
 
-const SMALL_CARD: &str = "emulated:24MiB,page=2MiB";
+/// MiB of a card that the model never fits on.
+const SMALL_CARD: u64 = 24;
 
 #[derive(Deserialize)]
 struct Reference {
@@ -60,8 +61,8 @@ struct Card {
 }
 
 impl Card {
-    fn open(text: &str) -> Self {
-        let device = device::open(text).unwrap();
+    fn open(mib: u64) -> Self {
+        let device = common::card(mib * MIB, 2 * MIB);
         let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
         let pager = Pager::new(&device, options).unwrap();
         let compute = Compute::new(&device).unwrap();
@@ -162,7 +163,7 @@ fn only_the_embedding_comes_back_to_the_host() {
 
 #[test]
 fn the_words_table_is_never_brought_in_for_a_sentence() {
-    let card = Card::open("emulated:120MiB,page=2MiB");
+    let card = Card::open(120);
     let case = &reference()[0];
     card.embed(&case.ids);
     let model = card.model();
@@ -179,7 +180,7 @@ fn the_words_table_is_never_brought_in_for_a_sentence() {
 #[test]
 fn room_for_all_but_the_words_table_is_enough() {
     // 43 MiB are faulted, the words table of 45 MiB only by rows. In the first passes the pager cannot know.
-    let card = Card::open("emulated:64MiB,page=2MiB");
+    let card = Card::open(64);
     let case = &reference()[0];
     for _ in 0..6 {
         card.embed(&case.ids);
@@ -220,7 +221,7 @@ fn cards_of_24_to_120_mib_give_the_same_bits() {
     let sentences = [reference()[1].ids.clone(), long_ids(300, 1)];
     let mut first: Option<Vec<Vec<f32>>> = None;
     for size in [24, 40, 64, 120] {
-        let card = Card::open(&format!("emulated:{size}MiB,page=2MiB"));
+        let card = Card::open(size);
         for pass in 0..2 {
             let found: Vec<Vec<f32>> = sentences.iter().map(|ids| card.embed(ids)).collect();
             match &first {
@@ -371,7 +372,7 @@ fn threads_that_embed_at_once_get_what_each_would_alone() {
     let sentences: Vec<Vec<u32>> =
         (0..4).map(|number| long_ids(20 + 13 * number, number)).chain([reference()[0].ids.clone()]).collect();
     let alone: Vec<Vec<f32>> = {
-        let card = Card::open("emulated:120MiB,page=2MiB");
+        let card = Card::open(120);
         let found = sentences.iter().map(|ids| card.embed(ids)).collect();
         card.close();
         found

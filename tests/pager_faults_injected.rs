@@ -12,7 +12,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{ModelFile, Watchdog, assert_nothing_left, hooked_card, pager, small_options, unit_id};
+use common::{ModelFile, Watchdog, assert_nothing_left, emulated_card, pager, small_options, unit_id};
 use vram_pager::device::SharedDevice;
 use vram_pager::device::emulated::{CallKind, EmulatedDevice, Fault, FaultError};
 use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream};
@@ -24,6 +24,9 @@ fn units() -> Vec<(u64, u64)> {
 }
 
 const CARD: u64 = 512 * KIB;
+
+/// `cuda_standin.rs` fails each call of the driver under the other backend.
+const WHY: &str = "faults are injected into each kind of device call, and memory is read at its address";
 
 fn options() -> PagerOptions {
     PagerOptions { chunk_bytes: 128 * KIB, readers: 1, ..small_options() }
@@ -131,7 +134,7 @@ fn script(card: &EmulatedDevice, device: &SharedDevice, files: &Files, what: &st
 
 fn run(files: &Files, fault: Option<Fault>, what: &str) -> (u64, Vec<PagerError>) {
     let _watchdog = Watchdog::new(60, what);
-    let (card, device) = hooked_card(CARD);
+    let (card, device) = emulated_card(CARD, WHY);
     if let Some(fault) = fault {
         card.inject(fault);
     }
@@ -210,7 +213,7 @@ fn a_drop_whose_calls_fail_once_leaves_nothing() {
         for nth in 1..=12 {
             let what = format!("{} fails in the drop, call {nth}", kind.name());
             let _watchdog = Watchdog::new(60, what.clone());
-            let (card, device) = hooked_card(CARD);
+            let (card, device) = emulated_card(CARD, WHY);
             card.seed_delays(nth);
             {
                 let pager = pager(&device, options());
@@ -233,7 +236,7 @@ fn late_completions_in_any_order_change_no_byte() {
     for seed in 1..=6 {
         let what = format!("delays of seed {seed}");
         let _watchdog = Watchdog::new(60, what.clone());
-        let (card, device) = hooked_card(CARD);
+        let (card, device) = emulated_card(CARD, WHY);
         card.seed_delays(seed);
         assert!(script(&card, &device, &files, &what).is_empty());
         assert_nothing_left(&device);

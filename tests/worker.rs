@@ -14,9 +14,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::{ModelFile, Watchdog, assert_nothing_left, hooked_card, mixed_units, small_options};
+use common::{Hooks, ModelFile, Watchdog, assert_nothing_left, hooked_card, mixed_units, small_options};
 use vram_pager::device::SharedDevice;
-use vram_pager::device::emulated::EmulatedDevice;
 use vram_pager::manager::{FreeOptions, LoadOptions, Manager, ManagerError};
 use vram_pager::pager::{ModelOptions, Pager};
 use vram_pager::patcher::worker::{WorkerError, WorkerOptions, WorkerParent, WorkerProcess};
@@ -27,7 +26,7 @@ const CARD: Place = Place::Card(0);
 
 /// A parent: a manager of one emulated card, which is told what workers hold.
 struct House {
-    card: Arc<EmulatedDevice>,
+    card: Hooks,
     device: SharedDevice,
     manager: Manager,
     held: Mutex<HashMap<ModelUuid, u64>>,

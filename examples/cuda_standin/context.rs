@@ -52,6 +52,7 @@ fn open_card(state: &mut State) -> Result<Card, Fail> {
         events: HashMap::new(),
         frames: HashMap::new(),
         ranges: BTreeMap::new(),
+        whole_ranges: HashMap::new(),
         mappings: BTreeMap::new(),
         plain: BTreeMap::new(),
         pools: HashMap::from([(default_pool, PoolEntry::default())]),

@@ -54,7 +54,7 @@ pub extern "C" fn vram_pager_standin_leftovers() -> u64 {
 /// Another process holds `bytes` of a card from now on. Answers 0, or 1 if the card is not open.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]
-pub extern "C" fn vram_pager_standin_set_other_bytes(ordinal: c_int, bytes: u64) -> c_int {
+pub extern "C" fn vram_pager_standin_set_other_bytes(ordinal: u32, bytes: u64) -> c_int {
     let state = state();
     let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
     card.map_or(1, |card| {
@@ -78,6 +78,18 @@ pub extern "C" fn vram_pager_standin_set_cards(count: c_int, bytes: u64) -> c_in
     state.cards.resize_with(length, || None);
     state.settings.devices = count;
     state.settings.bytes = bytes;
+    0
+}
+
+/// Sets the granularity. Answers 0, or 1 if that would change an open card.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_set_page(bytes: u64) -> c_int {
+    let mut state = state();
+    if state.settings.page != bytes && state.cards.iter().any(Option::is_some) {
+        return 1;
+    }
+    state.settings.page = bytes;
     0
 }
 

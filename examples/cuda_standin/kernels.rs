@@ -16,9 +16,13 @@ use crate::context::CAPABILITY;
 use crate::state::{Answer, Fail, state, write};
 use crate::streams::{order, stream_of};
 
+/// The embedding example's twins.
+#[path = "../embed/runner/kernels.rs"]
+mod embed;
+
 /// Twins of kernels that are not the crate's own.
 pub fn modules() -> Vec<KernelModule> {
-    vec![KernelModule { name: "tests", ptx: None, kernels: vec![("double", double)] }]
+    vec![embed::module(), KernelModule { name: "tests", ptx: None, kernels: vec![("double", double)] }]
 }
 
 /// `double(bytes: 4 bytes, times: U32)`, the kernel of the device contract's test: multiplies each byte.
@@ -111,7 +115,50 @@ fn arguments(kernel: &str, mut parameters: Parameters) -> Option<Vec<KernelArg>>
             F32(scale),
         ]);
     }
-    None
+    kernel.strip_prefix("embed_").and_then(|name| embed_arguments(name, parameters))
+}
+
+/// The arguments of the embedding example's kernels, as the table of their twins has them.
+fn embed_arguments(kernel: &str, mut parameters: Parameters) -> Option<Vec<KernelArg>> {
+    // Which parameters are read (r) and written (w) ranges, in order; then how many u32 sizes there are.
+    let (ranges, sizes) = match kernel {
+        "sum" => ("rrrw", 1),
+        "add" => ("rw", 1),
+        "bias" => ("rw", 4),
+        "matmul" => ("rrw", 5),
+        "layer_norm" => ("rrw", 2),
+        "scores" | "mix" => ("rrw", 5),
+        "softmax" => ("w", 2),
+        "gelu" => ("w", 1),
+        "pool" => ("rw", 2),
+        _ => return None,
+    };
+    let addresses: Vec<u64> = ranges.chars().map(|_| parameters.u64()).collect();
+    let sizes: Vec<u32> = (0..sizes).map(|_| parameters.u32()).collect();
+    let n = |place: usize| u64::from(sizes[place]);
+    let counts = match kernel {
+        "bias" => vec![n(1), n(0) * n(3)],
+        "matmul" => vec![n(0) * n(1), n(2) * n(1), n(0) * n(4)],
+        "layer_norm" => vec![n(1), n(1), n(0) * n(1)],
+        "scores" => vec![n(0) * n(1), n(0) * n(1), n(3) * n(0) * n(0)],
+        "mix" => vec![n(3) * n(0) * n(0), n(0) * n(1), n(0) * n(1)],
+        "softmax" => vec![n(0) * n(1)],
+        "pool" => vec![n(0) * n(1), n(1)],
+        _ => vec![n(0); addresses.len()],
+    };
+    let mut args: Vec<KernelArg> = ranges
+        .chars()
+        .zip(addresses.iter().zip(counts))
+        .map(|(kind, (address, count))| match kind {
+            'r' => KernelArg::Read(range(*address, 4 * count)),
+            _ => KernelArg::Write(range(*address, 4 * count)),
+        })
+        .collect();
+    args.extend(sizes.into_iter().map(KernelArg::U32));
+    if matches!(kernel, "layer_norm" | "scores") {
+        args.push(KernelArg::F32(parameters.f32()));
+    }
+    Some(args)
 }
 
 /// The number after `word` in a module's text, without dots: `8.0` is 80.

@@ -133,14 +133,18 @@ driver_calls! {
         check_supported(&state)?;
         check_whole(&state, "the size", bytes as u64)?;
         check_flags(flags)?;
-        if alignment != 0 && (!alignment.is_power_of_two() || alignment as u64 > state.settings.page) {
+        if alignment != 0 && !alignment.is_power_of_two() {
             let why = format!("an alignment of {alignment:#x} is not offered");
             return Err(Fail::misuse(INVALID_VALUE, why));
         }
+        // A range begins at a multiple of the granularity; for more, a longer one is reserved.
+        let more = if alignment as u64 > state.settings.page { alignment as u64 } else { 0 };
         let card = state.current()?;
-        let range = card.device.reserve(bytes as u64)?;
-        card.ranges.insert(range.start.0, range.bytes);
-        write(address, range.start.0)
+        let whole = card.device.reserve(bytes as u64 + more)?;
+        let start = whole.start.0.next_multiple_of(more.max(1));
+        card.whole_ranges.insert(start, whole);
+        card.ranges.insert(start, bytes as u64);
+        write(address, start)
     }
 
     fn cuMemAddressFree(address: u64, bytes: usize) {
@@ -154,8 +158,10 @@ driver_calls! {
         if let Some((mapping, _)) = card.mappings.range(address..address + bytes as u64).next() {
             return Err(Fail::misuse(INVALID_VALUE, format!("{mapping:#x} in the range is still mapped")));
         }
+        let whole = card.whole_ranges.get(&address).copied().unwrap_or(range(address, bytes));
         // SAFETY: a reserved range in which nothing is mapped.
-        unsafe { card.device.free(range(address, bytes))? };
+        unsafe { card.device.free(whole)? };
+        card.whole_ranges.remove(&address);
         card.ranges.remove(&address);
         Ok(())
     }

@@ -114,6 +114,8 @@ pub struct Card {
     pub events: HashMap<usize, EventId>,
     pub frames: HashMap<u64, FrameEntry>,
     pub ranges: BTreeMap<u64, u64>,
+    /// What was reserved for each range, which is more where it is aligned to more than a page.
+    pub whole_ranges: HashMap<u64, DeviceRange>,
     /// Mappings by address: bytes.
     pub mappings: BTreeMap<u64, u64>,
     pub plain: BTreeMap<u64, PlainEntry>,

@@ -60,4 +60,4 @@ pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
 pub(crate) use verify::rows_on_card;
-pub use verify::{CHECK_CAPACITY, Check, Mismatch, Verifier};
+pub use verify::{CHECK_CAPACITY, Check, Mismatch, VerifiedBy, Verifier};

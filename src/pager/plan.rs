@@ -70,25 +70,34 @@ pub(crate) fn plan(order: &PassOrder, groups: &[Range<u32>], frames: u32, ring: 
         // One frame beside the part, so that two parts that meet in a page do not wait for each other.
         size.max(part.saturating_add(1)).min(frames).min(pages)
     };
+    // Whether the slots of any part in a row differ: what the shortest lap is for.
+    let collides = |size: u32, part: u32| {
+        let streamed = pages - (frames - size);
+        streamed > size && size < frames.min(pages) && streamed / streamed.div_ceil(size) < part
+    };
     let mut size = 1.min(frames);
     let mut part;
     loop {
         part = largest_part(order, groups, frames - size, frames);
-        let larger = wanted(part);
-        if larger <= size {
+        let larger = wanted(part).max(size);
+        if larger > size {
+            size = larger;
+        } else if collides(size, part) {
+            size += 1;
+        } else {
             break;
         }
-        size = larger;
     }
     // Laps of equal length may be shorter than the ring: what no lap reaches stays resident instead.
     loop {
         let streamed = pages - (frames - size);
         let used = ring::lap(streamed, size).max(part.saturating_add(1)).min(size);
-        if used == size || matches!(ring, RingSize::Pages(_)) {
-            return Plan { resident: frames - size, ring: size, largest_part: part };
+        if used == size || collides(used, part) || matches!(ring, RingSize::Pages(_)) {
+            break;
         }
         size = used;
     }
+    Plan { resident: frames - size, ring: size, largest_part: part }
 }
 
 /// The most pages beyond the first `resident` of the keep order that one group has.
@@ -154,7 +163,8 @@ pub(crate) fn choose(
             // A larger ring, or a unit kept whole, must gain something.
             if time < shortest * 0.998 {
                 shortest = time;
-                best = Choice { whole: whole.to_vec(), ring };
+                // In pages from here on, so that a small change of budget leaves the ring as it is.
+                best = Choice { whole: whole.to_vec(), ring: RingSize::Pages(plan.ring) };
             }
         }
     }

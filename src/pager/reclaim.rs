@@ -26,6 +26,9 @@ const BUDGET_AGE: Duration = Duration::from_millis(2);
 /// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
 const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
+/// Frames that may come or go without a new choice, however small the card.
+const SMALL_CHANGE: u32 = 4;
+
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TakeFrom {
@@ -263,7 +266,7 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
 
 /// Makes the choice of ring and of units kept whole anew, if the frames changed by more than 2 % since.
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
-    if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= chosen / 50) {
+    if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= (chosen / 50).max(SMALL_CHANGE)) {
         return;
     }
     model.chosen_frames = Some(frames);

@@ -1,7 +1,8 @@
 //! Checking what guards hold against the file, by the `checksum` kernel.
 //!
 //! The kernel reads the very addresses that a guard gives, on its stream; the sums come back and are
-//! compared with those of the file's bytes. Runs, stress tests and a doubting user share it. Holds no
+//! compared with those of the file's bytes. Where the device runs no kernels, the bytes themselves come
+//! back and are summed here. Runs, stress tests and a doubting user share it. Holds no
 //! lock but for its list of sums that were computed before.
 
 #![expect(unsafe_code, reason = "launches the checksum kernel on guarded addresses")]
@@ -18,9 +19,11 @@ use super::model::PagedModel;
 use super::patches::PatchSet;
 use super::streams::PagerStream;
 use crate::device::{
-    self, KernelId, PatchPart, PoolAllocation, SharedDevice, Stream, checksum, checksum_launch,
+    self, DeviceError, DeviceKind, KernelId, PatchPart, PoolAllocation, SharedDevice, Stream, StreamPriority,
+    checksum, checksum_launch,
 };
 use crate::transfer::{cast_bytes, float_type};
+use crate::units::DeviceRange;
 use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// A tensor whose bytes on the card were not those of the file.
@@ -36,6 +39,25 @@ pub struct Mismatch {
     pub expected: u64,
 }
 
+/// What sums the bytes on the card.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum VerifiedBy {
+    /// The checksum kernel, on the card.
+    Kernel,
+    /// The host, which reads the bytes back.
+    Host,
+}
+
+impl VerifiedBy {
+    /// The word for reports.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Host => "host",
+        }
+    }
+}
+
 /// Knows the checksums of a model's file, each computed once.
 #[derive(Debug)]
 pub struct Verifier {
@@ -44,7 +66,8 @@ pub struct Verifier {
     layout: Arc<PageLayout>,
     /// Where memory for the sums comes from; the device's pool as it is for weights without a pager.
     pager: Option<Arc<Pager>>,
-    kernel: KernelId,
+    /// `None`: the device runs no kernels.
+    kernel: Option<KernelId>,
     set: Option<Arc<PatchSet>>,
     /// By tensor, first row and rows.
     sums: Mutex<HashMap<(u32, u64, u64), u64>>,
@@ -65,7 +88,7 @@ impl Verifier {
     /// A verifier of `model` with patches.
     pub fn patched(model: &Arc<PagedModel>, set: Option<Arc<PatchSet>>) -> Result<Self, PagerError> {
         let pager = Arc::clone(model.pager());
-        let kernel = pager.device().kernel("checksum")?;
+        let kernel = usable_kernel(pager.device())?;
         Ok(Self {
             device: Arc::clone(pager.device()),
             index: Arc::clone(model.index()),
@@ -89,10 +112,15 @@ impl Verifier {
             index: Arc::clone(index),
             layout: Arc::clone(layout),
             pager: None,
-            kernel: device.kernel("checksum")?,
+            kernel: usable_kernel(device)?,
             set,
             sums: Mutex::default(),
         })
+    }
+
+    /// What sums the bytes on the card.
+    pub fn verified_by(&self) -> VerifiedBy {
+        if self.kernel.is_some() { VerifiedBy::Kernel } else { VerifiedBy::Host }
     }
 
     /// Begins checks on one stream.
@@ -102,13 +130,19 @@ impl Verifier {
 
     /// As [`Self::begin`], on a stream that need not be registered with a pager.
     pub fn begin_on<'v>(&'v self, stream: &'v Arc<Stream>) -> Result<Check<'v>, PagerError> {
-        let bytes = 8 * CHECK_CAPACITY as u64;
-        let sums = match &self.pager {
-            Some(pager) => allocate_on(pager.core(), stream, bytes)?,
-            None => PoolAllocation::new(stream, bytes)?,
+        let sums = match self.kernel {
+            None => Sums::Host(Vec::new()),
+            Some(kernel) => {
+                let bytes = 8 * CHECK_CAPACITY as u64;
+                let sums = match &self.pager {
+                    Some(pager) => allocate_on(pager.core(), stream, bytes)?,
+                    None => PoolAllocation::new(stream, bytes)?,
+                };
+                // SAFETY: the allocation is ours, taken on this stream, and freed in its order.
+                unsafe { self.device.fill(sums.range(), 0, stream.id())? };
+                Sums::Kernel(kernel, sums)
+            }
         };
-        // SAFETY: the allocation is ours, taken on this stream, and freed in its order.
-        unsafe { self.device.fill(sums.range(), 0, stream.id())? };
         Ok(Check { verifier: self, stream, sums, asked: Vec::new() })
     }
 
@@ -137,12 +171,21 @@ impl Verifier {
     }
 }
 
+/// The sums of what a check was asked for.
+#[derive(Debug)]
+enum Sums {
+    /// On the card, eight bytes each.
+    Kernel(KernelId, PoolAllocation),
+    /// Made here.
+    Host(Vec<u64>),
+}
+
 /// Checks that were asked for on one stream and not compared yet.
 #[derive(Debug)]
 pub struct Check<'v> {
     verifier: &'v Verifier,
     stream: &'v Arc<Stream>,
-    sums: PoolAllocation,
+    sums: Sums,
     asked: Vec<(TensorId, std::ops::Range<u64>)>,
 }
 
@@ -153,21 +196,30 @@ impl Check<'_> {
     }
 
     /// Launches the checksum kernel on tensors that a guard, held by the caller on the check's stream,
-    /// gives.
+    /// gives; or, without kernels, waits for their bytes to come back.
     pub fn tensors(&mut self, views: &[TensorView<'_>]) -> Result<(), PagerError> {
         for view in views {
             let Some(tensor) = self.verifier.index.tensor(view.name) else { continue };
             if view.bytes == 0 {
                 continue;
             }
+            let (kernel, sums) = match &mut self.sums {
+                Sums::Kernel(kernel, sums) => (*kernel, sums.range()),
+                Sums::Host(sums) => {
+                    let device = &self.verifier.device;
+                    sums.push(sum_on_host(device, self.stream, view.range())?);
+                    self.asked.push((tensor, view.rows.clone()));
+                    continue;
+                }
+            };
             let place = 8 * self.asked.len() as u64;
-            let Some(sum) = self.sums.range().part(place, 8) else {
+            let Some(sum) = sums.part(place, 8) else {
                 return Err(PagerError::InvalidArgument {
                     what: "check",
                     why: format!("more than {CHECK_CAPACITY} tensors before they were compared"),
                 });
             };
-            let launch = checksum_launch(self.verifier.kernel, view.range(), 0, sum);
+            let launch = checksum_launch(kernel, view.range(), 0, sum);
             // SAFETY: the caller holds a guard of these addresses on this stream and releases it after this
             // launch; the sum lies in our allocation.
             unsafe { self.stream.launch(&launch)? };
@@ -178,19 +230,24 @@ impl Check<'_> {
 
     /// Waits for the kernels, compares, and answers what differs. The check can be used again.
     pub fn finish(&mut self) -> Result<Vec<Mismatch>, PagerError> {
-        let device = &self.verifier.device;
-        let mut found = vec![0_u8; 8 * self.asked.len()];
-        if let Some(part) = self.sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
-            // SAFETY: the target lives past the wait below; the source is our allocation.
-            unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id())? };
-            self.stream.synchronize()?;
-        }
-        // SAFETY: our allocation, in the order of its stream.
-        unsafe { device.fill(self.sums.range(), 0, self.stream.id())? };
+        let found = match &mut self.sums {
+            Sums::Host(sums) => std::mem::take(sums),
+            Sums::Kernel(_, sums) => {
+                let device = &self.verifier.device;
+                let mut found = vec![0_u8; 8 * self.asked.len()];
+                if let Some(part) = sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
+                    // SAFETY: the target lives past the wait below; the source is our allocation.
+                    unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id())? };
+                    self.stream.synchronize()?;
+                }
+                // SAFETY: our allocation, in the order of its stream.
+                unsafe { device.fill(sums.range(), 0, self.stream.id())? };
+                found.as_chunks::<8>().0.iter().copied().map(u64::from_le_bytes).collect()
+            }
+        };
         let mut mismatches = Vec::new();
-        for ((tensor, rows), bytes) in self.asked.drain(..).zip(found.as_chunks::<8>().0) {
+        for ((tensor, rows), found) in self.asked.drain(..).zip(found) {
             let expected = self.verifier.expected(tensor, &rows)?;
-            let found = u64::from_le_bytes(*bytes);
             if found != expected {
                 let tensor = self.verifier.index.tensor_info(tensor).name.clone();
                 mismatches.push(Mismatch { tensor, first_row: rows.start, found, expected });
@@ -198,6 +255,76 @@ impl Check<'_> {
         }
         Ok(mismatches)
     }
+}
+
+/// The checksum kernel of a device; `None` if its driver runs no kernels.
+///
+/// Another driver library may lack the calls, refuse them, or take a launch and do nothing; so on a card
+/// the kernel is tried once. A device that is lost or full is an error, not a device without kernels.
+fn usable_kernel(device: &SharedDevice) -> Result<Option<KernelId>, DeviceError> {
+    let kernel = match device.kernel("checksum") {
+        Ok(kernel) => kernel,
+        Err(error) if means_no_kernels(&error) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    if device.info().kind == DeviceKind::Emulated {
+        return Ok(Some(kernel));
+    }
+    match try_kernel(device, kernel) {
+        Ok(right) => Ok(right.then_some(kernel)),
+        Err(error) if means_no_kernels(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether an error says that the device runs no kernels: pure.
+fn means_no_kernels(error: &DeviceError) -> bool {
+    matches!(
+        error,
+        DeviceError::Unsupported { .. } | DeviceError::UnknownKernel { .. } | DeviceError::Driver { .. }
+    )
+}
+
+/// Sums a few known bytes on the device; answers whether the sum is right.
+fn try_kernel(device: &SharedDevice, kernel: KernelId) -> Result<bool, DeviceError> {
+    const BYTES: u64 = 64;
+    let stream = Arc::new(Stream::new(device, StreamPriority::Normal)?);
+    let memory = PoolAllocation::new(&stream, BYTES + 8)?;
+    let (Some(bytes), Some(sum)) = (memory.range().part(0, BYTES), memory.range().part(BYTES, 8)) else {
+        return Ok(false);
+    };
+    let mut found = [0_u8; 8];
+    // SAFETY: the ranges lie in our allocation, which goes in the order of its stream; the target lives past
+    // the wait.
+    unsafe {
+        device.fill(bytes, 0x5A, stream.id())?;
+        device.fill(sum, 0, stream.id())?;
+        stream.launch(&checksum_launch(kernel, bytes, 3, sum))?;
+        let read = device.copy_to_host(found.as_mut_ptr(), sum, stream.id());
+        stream.synchronize()?;
+        read?;
+    }
+    Ok(u64::from_le_bytes(found) == checksum(&[0x5A; BYTES as usize], 3))
+}
+
+/// The checksum of bytes on the device, read back.
+fn sum_on_host(device: &SharedDevice, stream: &Stream, range: DeviceRange) -> Result<u64, PagerError> {
+    let size = range.bytes.min(READ_BYTES);
+    let mut bytes = vec![0_u8; usize::try_from(size).unwrap_or(0)];
+    let mut sum = 0_u64;
+    let mut at = 0;
+    while at < range.bytes {
+        let length = (range.bytes - at).min(size);
+        let Some(part) = range.part(at, length) else { break };
+        let bytes = &mut bytes[..usize::try_from(length).unwrap_or(0)];
+        // SAFETY: the caller's guard holds the source; the target lives past the wait.
+        let read = unsafe { device.copy_to_host(bytes.as_mut_ptr(), part, stream.id()) };
+        stream.synchronize()?;
+        read?;
+        sum = sum.wrapping_add(checksum(bytes, at / 8));
+        at += length;
+    }
+    Ok(sum)
 }
 
 /// Some rows of a tensor as they should be on the card: read from the file, cast, and patched on the host

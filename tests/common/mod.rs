@@ -2,6 +2,7 @@
 
 #![allow(
     dead_code,
+    unused_imports,
     missing_docs,
     unreachable_pub,
     clippy::unwrap_used,
@@ -11,12 +12,20 @@
     reason = "each test uses a part of it, and a failure here is a failed test"
 )]
 
+mod cards;
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code, reason = "calls the hooks of the stand-in's library")]
+#[path = "../standin/mod.rs"]
+mod standin;
+
+pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use safetensors::Dtype;
 use safetensors::tensor::{TensorView, serialize_to_file};
-use vram_pager::device::{self, LiveObjects, SharedDevice};
+use vram_pager::device::{LiveObjects, SharedDevice};
 use vram_pager::pager::{Check, PagedModel, Pager, PagerError, PagerOptions, PagerStream, Verifier};
 use vram_pager::units::{KIB, MIB};
 use vram_pager::weights::{TensorIndex, UnitId};
@@ -82,11 +91,6 @@ impl ModelFile {
 /// Twenty-four units of very different sizes, 5.2 MiB in all.
 pub fn mixed_units() -> Vec<(u64, u64)> {
     (0..24_u64).map(|number| [(256, 512), (64, 96), (7, 13), (512, 512)][number as usize % 4]).collect()
-}
-
-/// The default device of tests: a card of `bytes` with pages of 64 KiB.
-pub fn small_card(bytes: u64) -> SharedDevice {
-    device::open(&format!("emulated:{}KiB,page=64KiB", bytes / KIB)).unwrap()
 }
 
 /// Options for small cards: no headroom, little staging.
@@ -180,14 +184,6 @@ impl Drop for Watchdog {
             thread.join().unwrap();
         }
     }
-}
-
-/// A card as its own type, for the hooks that only an emulated one has, and as any device.
-pub fn hooked_card(bytes: u64) -> (Arc<device::emulated::EmulatedDevice>, SharedDevice) {
-    let mut options = device::emulated::EmulatedOptions::new(bytes);
-    options.page_bytes = 64 * KIB;
-    let card = device::emulated::EmulatedDevice::open(options).unwrap();
-    (Arc::clone(&card), card)
 }
 
 /// The number of a unit as its id.

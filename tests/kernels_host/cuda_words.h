@@ -49,3 +49,20 @@ static void for_each_thread(unsigned int grid, unsigned int block, Body body) {
         }
     }
 }
+
+// As above over a grid and blocks of three dimensions.
+template <class Body>
+static void for_each_thread(Dim grid, Dim block, Body body) {
+    gridDim = grid;
+    blockDim = block;
+    for (unsigned int bz = 0; bz < grid.z; bz++)
+    for (unsigned int by = 0; by < grid.y; by++)
+    for (unsigned int bx = 0; bx < grid.x; bx++)
+    for (unsigned int tz = 0; tz < block.z; tz++)
+    for (unsigned int ty = 0; ty < block.y; ty++)
+    for (unsigned int tx = 0; tx < block.x; tx++) {
+        blockIdx = Dim{bx, by, bz};
+        threadIdx = Dim{tx, ty, tz};
+        body();
+    }
+}

@@ -118,6 +118,28 @@ impl Standin {
         assert_eq!(code, 0, "cards cannot change while they are open");
     }
 
+    /// Sets the granularity of cards that are opened from here on.
+    pub(crate) fn set_page(&self, bytes: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_page"));
+            hook(bytes)
+        };
+        assert_eq!(code, 0, "the granularity cannot change while cards are open");
+    }
+
+    /// Another process holds `bytes` of an open card from here on.
+    pub(crate) fn set_other_bytes(&self, ordinal: u32, bytes: u64) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(u32, u64) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_other_bytes"));
+            hook(ordinal, bytes)
+        };
+        assert_eq!(code, 0, "card {ordinal} is not open");
+    }
+
     /// Sets whether there are virtual memory and pools from here on.
     pub(crate) fn set_abilities(&self, virtual_memory: bool, pools: bool) {
         // SAFETY: the hook's signature.

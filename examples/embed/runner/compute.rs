@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Attention scores are made for as many heads at once as fit in this many bytes, at least one.
 const SCORE_BYTES: u64 = 256 << 10;
 
-/// Threads of a block of kernels that take one element a thread, or one row a block.
+/// Threads of a block of kernels that take one element, or one row, a thread.
 const BLOCK: u32 = 256;
 
 /// Rows and columns of a tile of the matrix kernels; a thread makes one element of it.
@@ -202,7 +202,7 @@ impl<'s> Session<'s> {
         };
         let (rows, width) = (KernelArg::U32(x.rows), KernelArg::U32(x.width));
         let args = [read(&weight), read(&bias), x.write(), rows, width, KernelArg::F32(epsilon)];
-        self.launch(self.compute.layer_norm, [x.rows, 1, 1], [BLOCK, 1, 1], &args)
+        self.flat(self.compute.layer_norm, x.rows, &args)
     }
 
     /// Attention of every token to every other, head by head.
@@ -228,7 +228,7 @@ impl<'s> Session<'s> {
             args.push(KernelArg::F32(scale));
             self.tiles(self.compute.scores, tokens, tokens, count, &args)?;
             let args = [shares.write(), KernelArg::U32(count * tokens), KernelArg::U32(tokens)];
-            self.launch(self.compute.softmax, [count * tokens, 1, 1], [BLOCK, 1, 1], &args)?;
+            self.flat(self.compute.softmax, count * tokens, &args)?;
             let mut args = vec![shares.read(), value.read(), out.write()];
             args.extend(sizes);
             self.tiles(self.compute.mix, tokens, heads.width, count, &args)?;
@@ -252,7 +252,7 @@ impl<'s> Session<'s> {
     pub(super) fn pool(&self, x: &Activation) -> Result<Activation, RunnerError> {
         let mut out = self.activation(1, x.width)?;
         let args = [x.read(), out.write(), KernelArg::U32(x.rows), KernelArg::U32(x.width)];
-        self.launch(self.compute.pool, [1, 1, 1], [BLOCK, 1, 1], &args)?;
+        self.flat(self.compute.pool, x.width, &args)?;
         Ok(out)
     }
 
@@ -300,7 +300,7 @@ impl<'s> Session<'s> {
         self.patiently(|| self.weights.fault(unit, piece, self.stream))
     }
 
-    /// A launch of one thread an element.
+    /// A launch of one thread an element, or a row.
     fn flat(&self, kernel: KernelId, count: u32, args: &[KernelArg]) -> Result<(), RunnerError> {
         self.launch(kernel, [count.div_ceil(BLOCK), 1, 1], [BLOCK, 1, 1], args)
     }

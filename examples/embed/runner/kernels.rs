@@ -1,7 +1,8 @@
 //! The kernels of the runner: names, arguments, and their host twins.
 //!
-//! All numbers are f32, matrices are row-major. A card's kernel gets the address of each range and the
-//! sizes as they stand here; the twins check the sizes against the ranges, which a card cannot.
+//! All numbers are f32, matrices are row-major. A card's kernel (`embed.cu`, one folder up) gets the
+//! address of each range and the sizes as they stand here; the twins check the sizes against the ranges,
+//! which a card cannot.
 //!
 //! | kernel | arguments | does |
 //! |---|---|---|
@@ -23,7 +24,7 @@
 
 use vram_pager::device::{HostTwin, KernelModule, TwinArg};
 
-/// The module that a device is given. The code for a card is still to come.
+/// The module that a device is given.
 pub(super) fn module() -> KernelModule {
     let kernels: Vec<(&'static str, HostTwin)> = vec![
         ("embed_sum", sum),
@@ -37,7 +38,7 @@ pub(super) fn module() -> KernelModule {
         ("embed_gelu", gelu),
         ("embed_pool", pool),
     ];
-    KernelModule { name: "embed", ptx: None, kernels }
+    KernelModule { name: "embed", ptx: Some(include_str!("../embed.ptx")), kernels }
 }
 
 type Answer = Result<(), String>;

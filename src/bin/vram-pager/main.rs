@@ -1,10 +1,12 @@
 //! The command line: one file a subcommand, and what they share in [`output`] and [`interrupt`].
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted. With `--json` standard output
+//! Exit codes: 0 done, 1 failed, 2 bad usage or bad input (a device that is not here is one), 130
+//! interrupted. With `--json` standard output
 //! carries one object and nothing else; errors and progress always go to standard error.
 
 #![deny(unsafe_code)]
 
+mod devices;
 mod inspect;
 mod interrupt;
 mod layouts;
@@ -40,6 +42,7 @@ enum Command {
     Demo(run::DemoArgs),
     Run(run::Args),
     Inspect(inspect::Args),
+    Devices(devices::Args),
     Synth(synth::Args),
     Replay(replay::ReplayArgs),
     #[command(hide = true)]
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Demo(args) => run::demo(args, cli.json),
         Command::Run(args) => run::run(args, cli.json),
+        Command::Devices(args) => devices::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
         Command::Worker(args) => worker::run(args),

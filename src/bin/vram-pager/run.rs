@@ -12,7 +12,8 @@ use serde::Serialize;
 use vram_pager::device::{self, SharedDevice};
 use vram_pager::manager::{LoadOptions, Manager, VramState};
 use vram_pager::pager::{
-    Check, Guard, Mismatch, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, Verifier,
+    Check, Guard, Mismatch, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream,
+    VerifiedBy, Verifier,
 };
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{GIB, ModelTime, format_size, parse_size};
@@ -149,6 +150,8 @@ struct Report {
     device_syncs: u64,
     map_calls: u64,
     verified_units: u64,
+    /// `kernel` or `host`; null without --verify.
+    verified_by: Option<&'static str>,
     mismatches: u64,
 }
 
@@ -311,6 +314,7 @@ fn passes(
         device_syncs: counts.device_sync,
         map_calls: counts.map,
         verified_units: run.verified.load(Ordering::Relaxed),
+        verified_by: run.verifier.as_ref().map(|verifier| verifier.verified_by().as_str()),
         mismatches: run.mismatched.load(Ordering::Relaxed),
     })
 }
@@ -369,6 +373,12 @@ impl<'r> Run<'r> {
         } else {
             return Err(Failure::BadInput("a device with bytes=none has nothing to verify".to_owned()));
         };
+        if verifier.as_ref().is_some_and(|verifier| verifier.verified_by() == VerifiedBy::Host) {
+            eprintln!(
+                "note: {} runs no kernels: --verify reads the bytes back and compares them on the host",
+                pager.device().info().name
+            );
+        }
         let streams = (0..options.threads).map(|_| pager.stream()).collect::<Result<Vec<_>, _>>()?;
         let units = model.index().units().len() as u64;
         let style = ProgressStyle::with_template("{bar:40} pass {prefix} {pos}/{len} units {eta}")
@@ -572,8 +582,10 @@ fn print_report(report: &Report, options: &RunOptions) -> Outcome {
         if options.verify {
             writeln!(
                 out,
-                "checked: {} times a unit's bytes on the card against the file, {} wrong",
-                report.verified_units, report.mismatches
+                "checked{}: {} times a unit's bytes on the card against the file, {} wrong",
+                if report.verified_by == Some("host") { " on the host" } else { "" },
+                report.verified_units,
+                report.mismatches
             )?;
         }
         Ok(())

@@ -45,14 +45,21 @@ impl Context {
         // SAFETY: the pointer is valid for the call.
         match unsafe { self.driver.ctx_get_current(&raw mut current) } {
             Ok(()) if current == self.handle => {
-                return Ok(Bound { driver: self.driver, pushed: false, thread: PhantomData });
+                return Ok(Bound { driver: self.driver, undo: Undo::Nothing, thread: PhantomData });
             }
             Ok(()) | Err(Refusal { code: MISSING, .. }) => {}
             Err(refusal) => return Err(refusal),
         }
         // SAFETY: the handle is retained as long as `self`.
-        unsafe { self.driver.ctx_push_current(self.handle)? };
-        Ok(Bound { driver: self.driver, pushed: true, thread: PhantomData })
+        let undo = match unsafe { self.driver.ctx_push_current(self.handle) } {
+            // SAFETY: as above.
+            Err(Refusal { code: MISSING, .. }) => unsafe {
+                self.driver.ctx_set_current(self.handle)?;
+                Undo::Set(current)
+            },
+            answer => answer.map(|()| Undo::Pop)?,
+        };
+        Ok(Bound { driver: self.driver, undo, thread: PhantomData })
     }
 }
 
@@ -64,21 +71,35 @@ impl Drop for Context {
     }
 }
 
+/// How a binding ends.
+enum Undo {
+    /// It was bound before.
+    Nothing,
+    Pop,
+    /// This one is bound again: the driver has no stack of contexts.
+    Set(sys::CUcontext),
+}
+
 /// The context is current on this thread. Belongs to the thread that made it.
 pub(super) struct Bound<'a> {
     driver: &'static Driver,
-    pushed: bool,
+    undo: Undo,
     thread: PhantomData<(&'a Context, *mut ())>,
 }
 
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
-        if self.pushed {
-            let mut popped: sys::CUcontext = null_mut();
-            let popped = &raw mut popped;
-            // SAFETY: this thread pushed the context, and whatever was pushed in between was popped: no
-            // call made under the binding leaves one behind.
-            let _ = insist(|| unsafe { self.driver.ctx_pop_current(popped) });
+        match self.undo {
+            Undo::Nothing => {}
+            Undo::Pop => {
+                let mut popped: sys::CUcontext = null_mut();
+                let popped = &raw mut popped;
+                // SAFETY: this thread pushed the context, and whatever was pushed in between was popped: no
+                // call made under the binding leaves one behind.
+                let _ = insist(|| unsafe { self.driver.ctx_pop_current(popped) });
+            }
+            // SAFETY: it was current on this thread when the binding began.
+            Undo::Set(before) => drop(insist(|| unsafe { self.driver.ctx_set_current(before) })),
         }
     }
 }

@@ -54,6 +54,15 @@ macro_rules! driver_table {
                 }
             }
 
+            /// Whether streams can be marked with events.
+            pub(super) fn has_events(&self) -> bool {
+                self.event_create.is_some()
+                    && self.event_destroy.is_some()
+                    && self.event_record.is_some()
+                    && self.event_query.is_some()
+                    && self.event_synchronize.is_some()
+            }
+
             /// The names, of those in the table, that the library does not export.
             pub(super) fn missing(&self) -> Vec<&'static str> {
                 let mut names = Vec::new();
@@ -96,6 +105,7 @@ driver_table! {
     ctx_get_current = "cuCtxGetCurrent"(context: *mut sys::CUcontext);
     ctx_push_current = "cuCtxPushCurrent_v2"(context: sys::CUcontext);
     ctx_pop_current = "cuCtxPopCurrent_v2"(context: *mut sys::CUcontext);
+    ctx_set_current = "cuCtxSetCurrent"(context: sys::CUcontext);
     ctx_synchronize = "cuCtxSynchronize"();
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
 
@@ -156,6 +166,8 @@ driver_table! {
     event_query = "cuEventQuery"(event: sys::CUevent);
     event_synchronize = "cuEventSynchronize"(event: sys::CUevent);
 
+    memcpy_htod = "cuMemcpyHtoD_v2"(to: sys::CUdeviceptr, from: *const c_void, bytes: usize);
+    memcpy_dtoh = "cuMemcpyDtoH_v2"(to: *mut c_void, from: sys::CUdeviceptr, bytes: usize);
     memcpy_htod_async = "cuMemcpyHtoDAsync_v2"(
         to: sys::CUdeviceptr, from: *const c_void, bytes: usize, stream: sys::CUstream,
     );

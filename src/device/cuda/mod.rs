@@ -3,7 +3,8 @@
 //! The driver is a table of function pointers ([`driver`]) that answer plain codes; [`code`] says what a
 //! code means, [`card`] turns it into a [`DeviceError`](super::DeviceError) and latches the ones that a
 //! card does not recover from. One file a trait does the calls: [`memory`], [`pool`], [`stream`],
-//! [`launch`]. [`probe`] says which cards are here and what each can do.
+//! [`launch`]. [`probe`] says which cards are here and what each can do; [`spare`] makes do without
+//! calls that a library does not export.
 //!
 //! Building this needs no toolkit. Running it needs a driver library of CUDA 12.0 or newer; without one
 //! every entry point answers a typed error.
@@ -20,6 +21,7 @@ mod launch;
 mod memory;
 mod pool;
 mod probe;
+mod spare;
 mod stream;
 
 pub use card::{CudaDevice, CudaOptions};

@@ -200,7 +200,8 @@ fn growth(cap: u64, frames: u64, pool: PoolFigures, bytes: u64) -> Growth {
     let with = |held: u64| frames.saturating_add(held).saturating_add(step);
     if frames.saturating_add(pool.used).saturating_add(bytes) > cap {
         Growth::Never
-    } else if with(pool.reserved) <= cap {
+    } else if with(pool.reserved) <= cap || pool.reserved.saturating_sub(pool.used) >= bytes {
+        // Idle memory that may serve is not handed back for somebody else to take.
         Growth::Fits
     } else {
         Growth::TrimFirst
@@ -236,6 +237,12 @@ impl CudaDevice {
             // SAFETY: a live allocation of the pool, whose other uses are ordered before this point of the
             // stream; both are the caller's promise.
             return unsafe { self.driver.mem_free_async(address, stream) };
+        }
+        if !self.driver.has_events() {
+            // SAFETY: the stream is live; nothing uses the block once it is done.
+            return unsafe {
+                self.driver.wait_for_stream(stream).and_then(|()| self.driver.mem_free(address))
+            };
         }
         let mut event = null_mut();
         // SAFETY: the pointer is valid for the call.
@@ -297,7 +304,7 @@ impl ActivationPool for CudaDevice {
                 // SAFETY: the stream is live; a plain free takes pool memory too, and nothing uses it once
                 // the stream is done.
                 unsafe {
-                    self.driver.stream_synchronize(stream)?;
+                    self.driver.wait_for_stream(stream)?;
                     self.driver.mem_free(range.start.0)
                 }
             }),
@@ -328,7 +335,8 @@ mod tests {
         let ask = |frames, pool, bytes| growth(100 * MIB, frames * MIB, pool, bytes * MIB);
         assert_eq!(ask(0, pool(0, 0), 100), Growth::Fits);
         assert_eq!(ask(0, pool(0, 0), 101), Growth::Never);
-        assert_eq!(ask(60, pool(40, 0), 30), Growth::TrimFirst);
+        assert_eq!(ask(60, pool(40, 0), 30), Growth::Fits, "idle memory serves");
+        assert_eq!(ask(60, pool(39, 20), 20), Growth::TrimFirst);
         assert_eq!(ask(60, pool(40, 20), 30), Growth::Never);
         assert_eq!(growth(MIB, 0, pool(0, 0), u64::MAX), Growth::Never);
     }

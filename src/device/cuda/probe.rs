@@ -22,27 +22,24 @@ pub(super) const USUAL_GRANULARITY: u64 = 2 << 20;
 /// The oldest driver whose PTX version the committed kernels are written in.
 const OLDEST_DRIVER: c_int = 12_000;
 
-/// The calls without which nothing works; all others are missed only by what needs them.
-const REQUIRED: [&str; 18] = [
-    "cuInit",
-    "cuDriverGetVersion",
-    "cuDeviceGetCount",
-    "cuDeviceGet",
-    "cuDevicePrimaryCtxRetain",
-    "cuDevicePrimaryCtxRelease_v2",
-    "cuCtxPushCurrent_v2",
-    "cuCtxPopCurrent_v2",
-    "cuMemGetInfo_v2",
-    "cuStreamSynchronize",
-    "cuStreamWaitEvent",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventRecord",
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuMemcpyHtoDAsync_v2",
-    "cuMemcpyDtoHAsync_v2",
+/// The calls without which nothing works. All others are missed only by what needs them, or are made of
+/// what is there (see `spare`).
+const REQUIRED: [&str; 4] = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuMemGetInfo_v2"];
+
+/// Calls of which one a line is needed, the first that is there being used.
+const ONE_OF: [&[&str]; 4] = [
+    &["cuCtxPushCurrent_v2", "cuCtxSetCurrent"],
+    &["cuMemcpyHtoDAsync_v2", "cuMemcpyHtoD_v2"],
+    &["cuMemcpyDtoHAsync_v2", "cuMemcpyDtoH_v2"],
+    &["cuStreamSynchronize", "cuCtxSynchronize"],
 ];
+
+/// What of the calls that are needed is `missing`: pure.
+fn lacking(missing: &[&str]) -> Vec<String> {
+    let required = REQUIRED.into_iter().filter(|name| missing.contains(name)).map(str::to_owned);
+    let choices = ONE_OF.iter().filter(|names| names.iter().all(|name| missing.contains(name)));
+    required.chain(choices.map(|names| names.join(" or "))).collect()
+}
 
 /// What a card can do.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -144,8 +141,7 @@ fn started(device: &str) -> Result<(&'static Driver, u32), DeviceError> {
             "install NVIDIA's driver, or make its libcuda.so.1 visible to the loader",
         ));
     };
-    let missing = driver.missing();
-    let lacking: Vec<&str> = REQUIRED.into_iter().filter(|name| missing.contains(name)).collect();
+    let lacking = lacking(&driver.missing());
     if !lacking.is_empty() {
         return Err(refuse(
             format!("the driver library does not export {}", lacking.join(", ")),
@@ -154,8 +150,11 @@ fn started(device: &str) -> Result<(&'static Driver, u32), DeviceError> {
     }
     let mut version = 0;
     // SAFETY: the one call that is allowed before `cuInit`; the pointer is valid.
-    unsafe { driver.driver_get_version(&raw mut version) }
-        .map_err(|refusal| unavailable(driver, device, refusal))?;
+    match unsafe { driver.driver_get_version(&raw mut version) } {
+        // A library that does not tell is taken at its word for everything else.
+        Err(Refusal { code: MISSING, .. }) => version = OLDEST_DRIVER,
+        answer => answer.map_err(|refusal| unavailable(driver, device, refusal))?,
+    }
     if version < OLDEST_DRIVER {
         return Err(refuse(
             format!("the driver speaks CUDA {}.{}", version / 1000, version % 1000 / 10),
@@ -170,8 +169,11 @@ fn started(device: &str) -> Result<(&'static Driver, u32), DeviceError> {
 fn card_count(driver: &Driver, device: &str) -> Result<u32, DeviceError> {
     let mut count = 0;
     // SAFETY: the driver is initialised, the pointer valid for the call.
-    unsafe { driver.device_get_count(&raw mut count) }
-        .map_err(|refusal| unavailable(driver, device, refusal))?;
+    match unsafe { driver.device_get_count(&raw mut count) } {
+        // There is the first card, or opening it says that there is none.
+        Err(Refusal { code: MISSING, .. }) => count = 1,
+        answer => answer.map_err(|refusal| unavailable(driver, device, refusal))?,
+    }
     match u32::try_from(count) {
         Ok(count) if count > 0 => Ok(count),
         _ => Err(unavailable(driver, device, Refusal { call: "cuDeviceGetCount", code: NO_DEVICE })),

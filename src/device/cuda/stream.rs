@@ -37,6 +37,9 @@ const PER_THREAD_STREAM: usize = 2;
 pub(super) struct StreamState {
     /// Priorities of ordinary and of urgent streams; `None` if the driver has none.
     priorities: Option<(i32, i32)>,
+    /// Whether the driver has events. Without them a record waits for the stream, and every event has
+    /// passed from then on.
+    has_events: bool,
     streams: Numbers<StreamHandle>,
     events: Numbers<usize>,
 }
@@ -83,6 +86,7 @@ impl StreamState {
         Self {
             // A lower number is more urgent; 0 is the default and lies in the range.
             priorities: range.ok().map(|()| (0.clamp(greatest.min(least), least), greatest.min(least))),
+            has_events: driver.has_events(),
             streams: Numbers::new(),
             events: Numbers::new(),
         }
@@ -170,15 +174,19 @@ impl Streams for CudaDevice {
             }
             None => Err(Refusal { call: "cuStreamCreateWithPriority", code: MISSING }),
         };
-        match answer {
+        let answer = match answer {
             Err(Refusal { code: MISSING, .. }) => {
                 // SAFETY: as above.
                 unsafe { self.driver.stream_create(&raw mut stream, NON_BLOCKING) }
             }
             answer => answer,
-        }
-        .map_err(|refusal| self.refused(refusal))?;
-        let known = StreamHandle { handle: stream.addr(), adopted: false };
+        };
+        let known = match answer {
+            Ok(()) => StreamHandle { handle: stream.addr(), adopted: false },
+            // A driver with no streams but the default one.
+            Err(Refusal { code: MISSING, .. }) => StreamHandle { handle: 0, adopted: true },
+            Err(refusal) => return Err(self.refused(refusal)),
+        };
         Ok(StreamId(self.streams.streams.add(known)))
     }
 
@@ -190,7 +198,11 @@ impl Streams for CudaDevice {
         }
         let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
         // SAFETY: created by us, taken out of the table, and so not named again.
-        self.give_back(|| unsafe { self.driver.stream_destroy(without_provenance_mut(known.handle)) })
+        match self.give_back(|| unsafe { self.driver.stream_destroy(without_provenance_mut(known.handle)) }) {
+            // The driver keeps it; there is nothing that could be done about it.
+            Err(DeviceError::Unsupported { .. }) => Ok(()),
+            answer => answer,
+        }
     }
 
     unsafe fn adopt_stream(&self, stream: *mut c_void) -> Result<StreamId, DeviceError> {
@@ -227,6 +239,9 @@ impl Streams for CudaDevice {
     fn create_event(&self) -> Result<EventId, DeviceError> {
         let _bound = self.enter()?;
         let mut event = null_mut();
+        if !self.streams.has_events {
+            return Ok(EventId(self.streams.events.add(0)));
+        }
         // SAFETY: the pointer is valid for the call.
         unsafe { self.driver.event_create(&raw mut event, EVENT_FLAGS) }
             .map_err(|refusal| self.refused(refusal))?;
@@ -236,6 +251,9 @@ impl Streams for CudaDevice {
     unsafe fn destroy_event(&self, event: EventId) -> Result<(), DeviceError> {
         let handle = self.streams.events.take(event.0);
         let handle = handle.ok_or_else(|| gone("destroy_event", "event", event.0))?;
+        if !self.streams.has_events {
+            return Ok(());
+        }
         let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
         // SAFETY: created by us, taken out of the table, and so not named again.
         self.give_back(|| unsafe { self.driver.event_destroy(without_provenance_mut(handle)) })
@@ -246,6 +264,10 @@ impl Streams for CudaDevice {
         let stream = self.raw_stream("record", stream)?;
         let _bound = self.enter()?;
         count(&self.counters.record, 1);
+        if !self.streams.has_events {
+            // SAFETY: live, says the caller.
+            return unsafe { self.driver.wait_for_stream(stream) }.map_err(|refusal| self.refused(refusal));
+        }
         // SAFETY: both live, says the caller.
         unsafe { self.driver.event_record(event, stream) }.map_err(|refusal| self.refused(refusal))
     }
@@ -255,13 +277,25 @@ impl Streams for CudaDevice {
         let event = self.raw_event("stream_wait", event)?;
         let _bound = self.enter()?;
         count(&self.counters.stream_wait, 1);
+        if !self.streams.has_events {
+            return Ok(());
+        }
         // SAFETY: both live, says the caller.
-        unsafe { self.driver.stream_wait_event(stream, event, 0) }.map_err(|refusal| self.refused(refusal))
+        let answer = match unsafe { self.driver.stream_wait_event(stream, event, 0) } {
+            // The host waits instead; what is enqueued later comes after.
+            // SAFETY: live, says the caller.
+            Err(Refusal { code: MISSING, .. }) => unsafe { self.driver.event_synchronize(event) },
+            answer => answer,
+        };
+        answer.map_err(|refusal| self.refused(refusal))
     }
 
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError> {
         let event = self.raw_event("query", event)?;
         let _bound = self.enter()?;
+        if !self.streams.has_events {
+            return Ok(true);
+        }
         // SAFETY: live, says the caller.
         match unsafe { self.driver.event_query(event) } {
             Ok(()) => Ok(true),
@@ -274,6 +308,9 @@ impl Streams for CudaDevice {
         let event = self.raw_event("wait_event", event)?;
         let _bound = self.enter()?;
         count(&self.counters.host_wait, 1);
+        if !self.streams.has_events {
+            return Ok(());
+        }
         // SAFETY: live, says the caller.
         unsafe { self.driver.event_synchronize(event) }.map_err(|refusal| self.refused(refusal))
     }
@@ -283,7 +320,7 @@ impl Streams for CudaDevice {
         let _bound = self.enter()?;
         count(&self.counters.host_wait, 1);
         // SAFETY: live, says the caller.
-        unsafe { self.driver.stream_synchronize(stream) }.map_err(|refusal| self.refused(refusal))
+        unsafe { self.driver.wait_for_stream(stream) }.map_err(|refusal| self.refused(refusal))
     }
 }
 
@@ -324,7 +361,7 @@ impl Copies for CudaDevice {
             return Ok(());
         }
         // SAFETY: source and target are valid until the copy is done, says the caller.
-        unsafe { self.driver.memcpy_htod_async(to.start.0, from.cast::<c_void>(), bytes, stream) }
+        unsafe { self.driver.copy_in(to.start.0, from.cast::<c_void>(), bytes, stream) }
             .map_err(|refusal| self.refused(refusal))?;
         count(&self.counters.copy_to_device, 1);
         count(&self.counters.bytes_to_device, to.bytes);
@@ -344,7 +381,7 @@ impl Copies for CudaDevice {
             return Ok(());
         }
         // SAFETY: source and target are valid until the copy is done, says the caller.
-        unsafe { self.driver.memcpy_dtoh_async(to.cast::<c_void>(), from.start.0, bytes, stream) }
+        unsafe { self.driver.copy_out(to.cast::<c_void>(), from.start.0, bytes, stream) }
             .map_err(|refusal| self.refused(refusal))?;
         count(&self.counters.copy_to_host, 1);
         count(&self.counters.bytes_to_host, from.bytes);
@@ -370,7 +407,7 @@ impl Copies for CudaDevice {
             return Ok(());
         }
         // SAFETY: both are accessible until the copy is done, says the caller; they do not overlap.
-        unsafe { self.driver.memcpy_dtod_async(to.start.0, from.start.0, bytes, stream) }
+        unsafe { self.driver.copy_within(to.start.0, from.start.0, bytes, stream) }
             .map_err(|refusal| self.refused(refusal))
     }
 
@@ -382,7 +419,7 @@ impl Copies for CudaDevice {
             return Ok(());
         }
         // SAFETY: accessible until the fill is done, says the caller.
-        unsafe { self.driver.memset_d8_async(to.start.0, value, bytes, stream) }
+        unsafe { self.driver.set_bytes(to.start.0, value, bytes, stream) }
             .map_err(|refusal| self.refused(refusal))
     }
 }

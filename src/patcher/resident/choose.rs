@@ -132,9 +132,9 @@ mod tests {
         let all = modules(&[10, 40, 20, 30]);
         assert_eq!(chosen(&all, 100), [1, 3, 2, 0]);
         // 40 and a buffer of 30 + 20.
-        assert_eq!(chosen(&all, 90), [1, 3, 0]);
-        // The largest does not fit; then the buffer is made for it: 30 + (40 + 20).
-        assert_eq!(chosen(&all, 89), Vec::<usize>::new());
+        assert_eq!(chosen(&all, 90), [1]);
+        // The largest does not fit, and then the buffer is made for it: 10 + (40 + 30) is what does.
+        assert_eq!(chosen(&all, 89), [0]);
         assert_eq!(chosen(&all, 0), Vec::<usize>::new());
         assert_eq!(chosen(&[], 0), Vec::<usize>::new());
     }

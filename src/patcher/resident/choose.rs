@@ -16,6 +16,8 @@ pub(super) struct Candidate {
     pub(super) pages: Range<u32>,
     /// Whether it is on the card.
     pub(super) loaded: bool,
+    /// Whether it would pass through the streaming buffer; not so a table that is asked for by rows.
+    pub(super) streams: bool,
 }
 
 /// The modules by what they cost outside, dearest first; of equals the larger, then the earlier.
@@ -63,22 +65,29 @@ pub(super) struct Room {
 }
 
 /// The modules to load, dearest first: one is taken while what is loaded so far, its pages and the
-/// streaming buffer for the largest modules still outside stay within the limit.
+/// streaming buffer for the largest modules still outside stay within the limit. A module that alone
+/// exceeds the limit could not pass through any buffer, and none is made for it.
 pub(super) fn to_load(candidates: &[Candidate], room: &Room) -> Vec<usize> {
     let order: Vec<usize> =
         ranked(candidates).into_iter().filter(|&place| !candidates[place].loaded).collect();
+    let buffered =
+        |module: &Candidate| if module.streams && module.bytes <= room.limit { module.bytes } else { 0 };
     // The largest of what follows each place.
     let mut following = vec![Largest::default(); order.len() + 1];
     for (place, &module) in order.iter().enumerate().rev() {
         following[place] = following[place + 1];
-        following[place].add(candidates[module].bytes);
+        following[place].add(buffered(&candidates[module]));
     }
     let mut mapped = room.mapped.clone();
     let mut loaded = room.page_bytes * mapped.iter().filter(|mapped| **mapped).count() as u64;
+    // Where everything fits there is nothing to stream, and no buffer to round up.
+    if room.page_bytes.saturating_mul(mapped.len() as u64) <= room.limit {
+        return order;
+    }
     let mut skipped = Largest::default();
     let mut chosen = Vec::new();
     for (place, &module) in order.iter().enumerate() {
-        let Candidate { bytes, ref pages, .. } = candidates[module];
+        let pages = &candidates[module].pages;
         let new = pages.clone().filter(|&page| !mapped[page as usize]).count() as u64 * room.page_bytes;
         let buffer = skipped.and(following[place + 1]).buffer_bytes();
         let buffer = buffer.checked_next_multiple_of(room.page_bytes).unwrap_or(u64::MAX);
@@ -87,7 +96,7 @@ pub(super) fn to_load(candidates: &[Candidate], room: &Room) -> Vec<usize> {
             mapped[pages.start as usize..pages.end as usize].fill(true);
             chosen.push(module);
         } else {
-            skipped.add(bytes);
+            skipped.add(buffered(&candidates[module]));
         }
     }
     chosen
@@ -108,7 +117,7 @@ mod tests {
         let module = |&bytes: &u64| {
             let first = next;
             next += u32::try_from(bytes).unwrap();
-            Candidate { cost: bytes, bytes, pages: first..next, loaded: false }
+            Candidate { cost: bytes, bytes, pages: first..next, loaded: false, streams: true }
         };
         sizes.iter().map(module).collect()
     }
@@ -123,9 +132,9 @@ mod tests {
         let all = modules(&[10, 40, 20, 30]);
         assert_eq!(chosen(&all, 100), [1, 3, 2, 0]);
         // 40 and a buffer of 30 + 20.
-        assert_eq!(chosen(&all, 90), [1, 3, 0]);
-        // The largest does not fit; then the buffer is made for it: 30 + (40 + 20).
-        assert_eq!(chosen(&all, 89), Vec::<usize>::new());
+        assert_eq!(chosen(&all, 90), [1]);
+        // The largest does not fit, and then the buffer is made for it: 10 + (40 + 30) is what does.
+        assert_eq!(chosen(&all, 89), [0]);
         assert_eq!(chosen(&all, 0), Vec::<usize>::new());
         assert_eq!(chosen(&[], 0), Vec::<usize>::new());
     }
@@ -148,7 +157,7 @@ mod tests {
                     at += bytes;
                     let number = |page: u64| u32::try_from(page).unwrap();
                     let pages = number(start / page)..number(at.div_ceil(page));
-                    Candidate { cost: next(50), bytes, pages, loaded: next(4) == 0 }
+                    Candidate { cost: next(50), bytes, pages, loaded: next(4) == 0, streams: next(5) > 0 }
                 })
                 .collect();
             let mapped = |all: &[Candidate]| -> Vec<bool> {
@@ -164,11 +173,24 @@ mod tests {
             }
             let loaded = page * mapped(&all).iter().filter(|page| **page).count() as u64;
             let mut outside = Largest::default();
-            all.iter().filter(|one| !one.loaded).for_each(|one| outside.add(one.bytes));
+            let outside_ones = all.iter().filter(|one| !one.loaded && one.streams && one.bytes <= room.limit);
+            outside_ones.for_each(|one| outside.add(one.bytes));
             let taken = loaded + outside.buffer_bytes();
             assert!(chosen.is_empty() || taken <= room.limit, "round {round}: {all:?} {room:?}");
             assert!(room.limit < total || all.iter().all(|one| one.loaded), "round {round}");
         }
+    }
+
+    #[test]
+    fn no_buffer_is_made_for_what_does_not_pass_through_it() {
+        let mut all = modules(&[40, 20, 10]);
+        // Larger than all there is.
+        assert_eq!(chosen(&all, 39), [1, 2]);
+        assert_eq!(chosen(&all, 50), Vec::<usize>::new());
+        // Asked for by rows, and cheap to have outside.
+        (all[0].streams, all[0].cost) = (false, 0);
+        assert_eq!(chosen(&all, 50), [1, 2]);
+        assert_eq!(chosen(&all, 70), [1, 2, 0]);
     }
 
     #[test]
@@ -185,6 +207,6 @@ mod tests {
         let mut all = modules(&[1, 1, 1]);
         all.iter_mut().for_each(|one| (one.cost, one.bytes) = (u64::MAX, u64::MAX));
         assert_eq!(chosen(&all, u64::MAX).len(), 3);
-        assert_eq!(chosen(&all, u64::MAX - 1), Vec::<usize>::new());
+        assert_eq!(chosen(&all, 2).len(), 2, "none of them can be streamed at all");
     }
 }

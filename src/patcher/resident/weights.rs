@@ -128,8 +128,18 @@ pub(super) struct Module {
     /// When the work that used it is done, a fence a stream.
     uses: Vec<(u64, Fence)>,
     pins: u32,
+    /// Whether it was ever asked for whole, and whether by rows.
+    asked: bool,
+    asked_by_rows: bool,
     /// Its bytes in page-locked memory, chunk by chunk, as they cross the link; empty if they are not kept.
     host: Vec<StagingBuffer>,
+}
+
+impl Module {
+    /// Whether it would pass through the streaming buffer, as far as is known.
+    fn streams(&self) -> bool {
+        self.asked || !self.asked_by_rows
+    }
 }
 
 impl Weights {
@@ -153,7 +163,7 @@ impl Weights {
             .iter()
             .map(|unit| {
                 let (cost, bytes) = (link_bytes(&layout, &unit.bytes), card_bytes(&unit.bytes));
-                Candidate { cost, bytes, pages: 0..0, loaded: false }
+                Candidate { cost, bytes, pages: 0..0, loaded: false, streams: true }
             })
             .collect();
         let mut offsets = vec![0; candidates.len()];
@@ -283,6 +293,7 @@ impl Weights {
         let state = &mut *state;
         self.attach(state, set)?;
         let version = self.version_of(number, set);
+        state.modules[number].asked = true;
         let (streamed, start) = if state.modules[number].loaded {
             self.refresh(state, number, version)?;
             self.counts.hits.fetch_add(1, Ordering::Relaxed);
@@ -588,9 +599,14 @@ impl Weights {
         version: u32,
     ) -> Result<(usize, DeviceAddress), ResidentError> {
         let bytes = self.unit_bytes(unit);
-        let outside = state.modules.iter().enumerate().filter(|(_, module)| !module.loaded);
+        // What is larger than the card passes through no buffer.
+        let total = self.device.info().total_bytes;
         let mut largest = Largest::default();
-        outside.for_each(|(unit, _)| largest.add(self.unit_bytes(unit)));
+        for (other, module) in state.modules.iter().enumerate() {
+            if !module.loaded && module.streams() && self.unit_bytes(other) <= total {
+                largest.add(self.unit_bytes(other));
+            }
+        }
         let wanted = largest.buffer_bytes();
         let found = state.places.find(unit, version);
         let start_of = |buffer: &PoolAllocation, places: &Places, end: usize| {
@@ -646,13 +662,15 @@ impl Weights {
         let attached = state.attached.as_ref().map(|attached| &attached.set);
         let candidate = |(unit, module): (usize, &Module)| {
             let bytes = self.unit_bytes(unit);
-            let link = link_bytes(&self.layout, &self.layout.units()[unit].bytes);
-            let patched = if self.version_of(unit, attached) == 0 { 0 } else { bytes };
+            let streams = module.streams();
+            let link = if streams { link_bytes(&self.layout, &self.layout.units()[unit].bytes) } else { 0 };
+            let patched = if !streams || self.version_of(unit, attached) == 0 { 0 } else { bytes };
             Candidate {
                 cost: link.saturating_add(patched),
                 bytes,
                 pages: self.pages_of(unit),
                 loaded: module.loaded,
+                streams,
             }
         };
         state.modules.iter().enumerate().map(candidate).collect()
@@ -836,9 +854,10 @@ impl Weights {
 }
 
 impl State {
-    /// Whether this version of a module is on the card; work given to `stream` next finds it there.
+    /// Notes that some rows of a module are asked for. Whether this version of it is on the card; work given to `stream` next finds it there.
     pub(super) fn has(&mut self, unit: usize, version: u32, stream: &Stream) -> Result<bool, DeviceError> {
         let module = &mut self.modules[unit];
+        module.asked_by_rows = true;
         let has = module.loaded && module.version == version;
         if has {
             settle(&mut module.ready, stream)?;

@@ -18,7 +18,9 @@ use common::{
 use vram_pager::device::emulated::{CallKind, EmulatedDevice, Fault, FaultError};
 use vram_pager::device::{FloatType, PoolAllocation, SharedDevice};
 use vram_pager::manager::{CardFigures, DeviceFigures};
-use vram_pager::manager::{FreeOptions, HostFigures, HostMemoryFigures, LoadOptions, Manager, ManagerError};
+use vram_pager::manager::{
+    FreeOptions, HostFigures, HostMemoryFigures, LoadOptions, LoadedModel, Manager, ManagerError,
+};
 use vram_pager::pager::{
     Factor, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, PatchSet, TensorPatch,
     Verifier,
@@ -548,11 +550,8 @@ fn concurrent_callers_never_deadlock_and_never_see_a_half_made_ledger() {
             while !done.load(Ordering::Relaxed) {
                 let entries = house.manager.current_loaded_models();
                 // Models that live are listed once.
-                let mut seen: Vec<_> = entries
-                    .iter()
-                    .filter_map(LoadedModel::model)
-                    .map(|model| model.weights_uuid())
-                    .collect();
+                let mut seen: Vec<_> =
+                    entries.iter().filter_map(LoadedModel::model).map(|model| model.weights_uuid()).collect();
                 let listed = seen.len();
                 seen.sort_unstable();
                 seen.dedup();

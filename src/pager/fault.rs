@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 
 use super::attach;
-use super::claim::{self, abandon};
+use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
@@ -32,22 +32,12 @@ pub(super) fn fault_span(
     span: u32,
     stream: &PagerStream,
     set: Option<&Arc<PatchSet>>,
+    patience: Patience,
 ) -> Result<bool, PagerError> {
     let core = model.core();
     let id = model.id();
     let mut control = core.control.lock();
-    while !attach::is_attached(&control, id, set) {
-        let patches = match set {
-            None => None,
-            Some(set) => {
-                let copies = Arc::clone(control.engine.stream(0));
-                let uploaded =
-                    MutexGuard::unlocked(&mut control, || DevicePatches::upload(core, model, set, &copies));
-                Some(uploaded?)
-            }
-        };
-        attach::attach(core, &mut control, id, patches)?;
-    }
+    ensure_attached(model, &mut control, set)?;
     reclaim::refresh_budget(core, &mut control, false)?;
     attach::refresh_span(&mut control, id, span)?;
     note_order(core, &mut control, id, span)?;
@@ -57,17 +47,29 @@ pub(super) fn fault_span(
     if !was_ready {
         word.set_state(SpanState::Arriving);
     }
+    control.under_way += 1;
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, &mut count)
-        .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
-    {
+    let brought = match bring(core, &mut control, id, span, patience, &mut count) {
+        // What the activation pool keeps without using it may be the room that is lacking.
+        Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+            Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
+            Ok(false) => Err(error),
+            Err(other) => Err(other),
+        },
+        other => other,
+    };
+    match brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from)) {
         Ok(()) => {}
         Err(error) => {
+            control.under_way -= 1;
             abandon(&control, id, span);
             return Err(error);
         }
     }
     let streamed = word.view().is_streamed();
+    if !streamed {
+        control.under_way -= 1;
+    }
     if let Some(model) = control.model_mut(id) {
         match count {
             Count::Hit => model.counts.hits += 1,
@@ -91,17 +93,12 @@ fn bring(
     control: &mut MutexGuard<'_, Control>,
     id: u32,
     span: u32,
+    patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
-    let mut first_claim = true;
     loop {
-        if !first_claim && let Some(error) = span_error(control, id, span) {
-            return Err(error);
-        }
-        if first_claim {
-            forget_errors(control, id, span);
-        }
-        let claimed = claim::claim_span(core, control, id, span)?;
+        forget_errors(control, id, span);
+        let claimed = claim::claim_span(core, control, id, span, patience)?;
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
             for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
@@ -111,18 +108,15 @@ fn bring(
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
-        first_claim = false;
-        loop {
-            if let Some(error) = span_error(control, id, span) {
-                return Err(error);
-            }
-            if !is_loading(control, id, span) {
-                break;
-            }
+        while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }
-        if is_present(control, id, span) {
-            break;
+        match span_error(control, id, span) {
+            // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
+            // next round asks anew. What this fault asked for itself is its own failure.
+            Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
+            None if is_present(control, id, span) => break,
+            Some(_) | None => {}
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };
@@ -245,7 +239,11 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         }
         model.words[span as usize].0.release(stream.bit());
     }
-    prefetch::advance(core, &mut control, id);
+    control.under_way -= 1;
+    control.releases += 1;
+    if !std::mem::take(&mut control.refused) {
+        prefetch::advance(core, &mut control, id);
+    }
     drop(control);
     core.changed.notify_all();
 }
@@ -276,13 +274,13 @@ fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.chosen_frames = None;
 }
 
-fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {
+fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {
     let model = control.model(id)?;
     if model.errors.is_empty() {
         return None;
     }
     let mut pages = model.layout.spans()[span as usize].pages.clone();
-    pages.find_map(|page| model.errors.get(&page)).cloned()
+    pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
 fn forget_errors(control: &mut Control, id: u32, span: u32) {
@@ -306,4 +304,26 @@ fn is_loading(control: &Control, id: u32, span: u32) -> bool {
 fn is_present(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return true };
     model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
+}
+
+/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied.
+pub(super) fn ensure_attached(
+    model: &PagedModel,
+    control: &mut MutexGuard<'_, Control>,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<(), PagerError> {
+    let (core, id) = (model.core(), model.id());
+    while !attach::is_attached(control, id, set) {
+        let patches = match set {
+            None => None,
+            Some(set) => {
+                let copies = Arc::clone(control.engine.stream(0));
+                let uploaded =
+                    MutexGuard::unlocked(control, || DevicePatches::upload(core, model, set, &copies));
+                Some(uploaded?)
+            }
+        };
+        attach::attach(core, control, id, patches)?;
+    }
+    Ok(())
 }

@@ -17,7 +17,7 @@ use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
-use crate::device::{DeviceError, Fence};
+use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, read_extents};
 use crate::units::ModelTime;
@@ -309,11 +309,18 @@ fn copy_pages(
                 }
             }
         }
+        let target = convert::CopyTarget {
+            layout: &model.layout,
+            base: model.range.range().start,
+            scratch: scratch.get(batch.place()).map(PoolAllocation::range),
+            patches: model.attached.as_deref(),
+        };
+        let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
         let mut bytes = 0;
         for run in wanted.chunk_by(|a, b| a + 1 == *b) {
             let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
             let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            bytes += convert::copy_run(&batch, model, scratch, addresses, source, available, page_bytes)?;
+            bytes += convert::copy_run(&batch, &target, addresses, source, available)?;
         }
         Ok(bytes)
     };

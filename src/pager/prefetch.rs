@@ -30,7 +30,8 @@ pub(super) fn demanded(control: &mut Control, id: u32, pages: &[u32]) {
 pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     let mut run: Option<(u32, u32)> = None;
     let mut skipped = 0;
-    loop {
+    // One call never fills more than the ring.
+    for _ in 0..=control.frames.ring.len() + SKIPS as usize {
         let Some(model) = control.model(id) else { return };
         let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
         if streamed == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
@@ -61,6 +62,12 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
             }
             Some((first, count)) => {
                 load::submit(core, control, id, first, count);
+                if !control.is_present(id, first) {
+                    // It failed at once. The fault that needs it will say why; to go on here would go around
+                    // the whole pass for nothing, and on a card that refuses everything, for ever.
+                    load::submit(core, control, id, page, 1);
+                    return;
+                }
                 Some((page, 1))
             }
             None => Some((page, 1)),
@@ -80,10 +87,7 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
         // A change of plan is carried out by the fault itself, not ahead of it.
         return false;
     }
-    let info = control.frames.info(frame);
-    let lap = 2 * u64::try_from(control.frames.ring.len()).unwrap_or(u64::MAX);
-    let old = control.page_loads - info.loaded_at > lap;
-    if !(info.consumed || info.content.is_none() || old) || info.loading != 0 {
+    if !claim::is_spare(control, frame) || control.frames.info(frame).loading != 0 {
         return false;
     }
     // The spans of the page itself must not be under way: their fault claims for itself.
@@ -95,9 +99,7 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
     if claim::remap(control, id, page, frame, &mut mapped).is_err()
         || claim::set_access(control, id, &mapped).is_err()
     {
-        for page in mapped {
-            let _ = claim::unmap(control, id, page);
-        }
+        claim::drop_mappings(control, id, &mapped);
         return false;
     }
     let _ = core;

@@ -4,6 +4,8 @@
 //! worker says it holds is shown to the parent's card as another's bytes, and what the parent's card has
 //! taken is told to the worker: see `patcher::worker`. A watchdog turns a hang into a message.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics is a test that fails")]
+
 mod common;
 
 use std::collections::HashMap;

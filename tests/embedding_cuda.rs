@@ -7,7 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers that are shared fail as a test does")]
 
 #[path = "../examples/embed/runner/mod.rs"]
-#[allow(dead_code, reason = "this test uses a part of it")]
+#[allow(dead_code, unused_imports, reason = "this test uses a part of it")]
 mod runner;
 
 #[allow(dead_code, missing_docs, unreachable_pub, reason = "this test uses a part of it")]

@@ -5,7 +5,7 @@
 //! - `miss`: the pager's own cost of bringing a model in, with frames that it has already.
 //! - `streamed`: a pass through twice the card in steady state.
 //!
-//! The card has no bytes, so nothing but the pager (and the accounts of the emulated card) is timed. An
+//! The card's calls do nothing, so nothing but the pager is timed. An
 //! element is a fault, so criterion prints faults and bytes a second; times are of one fault a thread.
 //!
 //! `cargo bench --bench page_fault`.
@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use common::Outcome;
 use common::card::{Setup, pass};
 use common::models::{ModelFile, uniform};
+use common::null::NullDevice;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use vram_pager::pager::{ModelOptions, PagerOptions};
 use vram_pager::weights::UnitId;
@@ -99,7 +100,7 @@ fn hits(criterion: &mut Criterion) -> Outcome {
     for (name, bytes, _) in SIZES {
         let file = ModelFile::new(&uniform(4, bytes))?;
         // So large that no unit is cut into pieces.
-        let setup = Setup::hollow(&file, 64 * GB, PagerOptions::default())?;
+        let setup = Setup::on(&NullDevice::open(64 * GB, 2 * MB), &file, PagerOptions::default())?;
         let streams = (0..4).map(|_| setup.pager.stream()).collect::<Result<Vec<_>, _>>()?;
         for _ in 0..3 {
             pass(&setup.model, &setup.stream, &[])?;
@@ -139,7 +140,7 @@ fn misses(criterion: &mut Criterion) -> Outcome {
     let mut group = criterion.benchmark_group("miss");
     for (name, bytes, units) in SIZES {
         let file = ModelFile::new(&uniform(units, bytes))?;
-        let setup = Setup::hollow(&file, 64 * GB, PagerOptions::default())?;
+        let setup = Setup::on(&NullDevice::open(64 * GB, 2 * MB), &file, PagerOptions::default())?;
         pass(&setup.model, &setup.stream, &[])?;
         let Setup { pager, model, stream, .. } = setup;
         // Its frames stay with the pager, idle.
@@ -171,7 +172,7 @@ fn streamed(criterion: &mut Criterion) -> Outcome {
     let mut group = criterion.benchmark_group("streamed");
     for (name, bytes, units) in SIZES {
         let file = ModelFile::new(&uniform(units, bytes))?;
-        let setup = Setup::hollow(&file, file.bytes() / 2, PagerOptions::default())?;
+        let setup = Setup::on(&NullDevice::open(file.bytes() / 2, 2 * MB), &file, PagerOptions::default())?;
         for _ in 0..4 {
             pass(&setup.model, &setup.stream, &[])?;
         }

@@ -9,11 +9,14 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::Outcome;
-use common::card::{LINK, Setup, Spread, addresses, compute, pass};
+use common::card::{LINK, Setup, Spread, addresses, compute, hollow, pass};
 use common::models::{Layout, ModelFile};
 use common::table::{Args, Report, Row, gib};
 use serde::Serialize;
+use vram_pager::device::SharedDevice;
 use vram_pager::pager::PagerOptions;
 
 #[derive(Serialize)]
@@ -111,7 +114,9 @@ fn main() -> Outcome {
 )]
 fn row(who: Who, layout: Layout, file: &ModelFile, weights_per_card: f64) -> Outcome<Pressure> {
     let card = (file.bytes() as f64 / weights_per_card) as u64;
-    let setup = Setup::hollow(file, card, PagerOptions::default())?;
+    let device = hollow(card)?;
+    let shared: SharedDevice = Arc::clone(&device) as _;
+    let setup = Setup::on(&shared, file, PagerOptions::default())?;
     let card = setup.shared().info().total_bytes;
     let quarter = card / 4;
     let kept = addresses(&setup.model);
@@ -134,7 +139,7 @@ fn row(who: Who, layout: Layout, file: &ModelFile, weights_per_card: f64) -> Out
     let before = run(6, 0)?[4..].iter().copied().max().unwrap_or(0);
     let mut spike = None;
     match who {
-        Who::Process => setup.device.set_other_bytes(quarter),
+        Who::Process => device.set_other_bytes(quarter),
         Who::Activations => spike = Some(setup.pager.allocate(&setup.stream, quarter)?),
     }
     let during = run(3, quarter)?;
@@ -143,7 +148,7 @@ fn row(who: Who, layout: Layout, file: &ModelFile, weights_per_card: f64) -> Out
     let room = card - quarter - figures.headroom_bytes - figures.ring_bytes;
     let limit = file.bytes().saturating_sub(room) + file.units() as u64 * page;
     match who {
-        Who::Process => setup.device.set_other_bytes(0),
+        Who::Process => device.set_other_bytes(0),
         Who::Activations => drop(spike),
     }
     let after = run(3, 0)?;

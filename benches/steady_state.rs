@@ -16,6 +16,7 @@ use common::card::{Setup, pass};
 use common::models::{Layout, ModelFile, uniform};
 use common::table::{Args, Report, Row};
 use serde::Serialize;
+use vram_pager::device::SharedDevice;
 use vram_pager::device::emulated::{EmulatedDevice, EmulatedOptions};
 use vram_pager::pager::PagerOptions;
 
@@ -110,7 +111,8 @@ fn main() -> Outcome {
                 headroom_bytes: Some(0),
                 ..PagerOptions::default()
             };
-            let setup = Setup::on(EmulatedDevice::open(options)?, &file, options_of_pager)?;
+            let setup =
+                Setup::on(&(EmulatedDevice::open(options)? as SharedDevice), &file, options_of_pager)?;
             report.add(measure(name, &file, &setup)?);
         }
     }

@@ -133,17 +133,17 @@ fn row(args: &Args, count: usize, size: f64, passes: u32, hint: bool, limit: Opt
     }
     let figures = pager.figures();
     let page = figures.page_bytes;
-    let pages = file.bytes().div_ceil(page);
+    let each = file.bytes().div_ceil(page);
     let room = (CARD - figures.headroom_bytes - ring) / page;
     // One round more than was run, so that the last switches have a future too.
     let uses: Vec<u64> = (0..(rounds + 1) * count as u64)
         .flat_map(|switch| {
-            let first = switch % count as u64 * pages;
-            (0..passes).flat_map(move |_| first..first + pages)
+            let first = switch % count as u64 * each;
+            (0..passes).flat_map(move |_| first..first + each)
         })
         .collect();
     let missed = optimum::misses(&uses, usize::try_from(room)?);
-    let a_switch = usize::try_from(pages * u64::from(passes))?;
+    let a_switch = usize::try_from(each * u64::from(passes))?;
     let steady = 2..switches.len();
     let best: u64 =
         missed[steady.start * a_switch..steady.end * a_switch].iter().map(|&m| u64::from(m)).sum();

@@ -1,10 +1,9 @@
 //! Does a miss cost the same a page in a large table as in a small one?
 //!
-//! Models of 100 to 500,000 pages of 2 MiB, in units of 10 pages, on a card without bytes. Two kinds of
-//! miss are timed by the machine's clock, the fastest of several passes:
+//! Models of 100 to 500,000 pages of 2 MiB, in units of 10 pages, on a card whose calls do nothing, so that
+//! what is timed is the pager's own cost. Two kinds of miss, the fastest of several passes:
 //!
-//! - `cold`: the model comes in, every page is mapped, frames are reused. Beside it `driver`: the same map,
-//!   access and copy calls made bare, in the same run; `own` is the difference.
+//! - `cold`: the model comes in, every page is mapped, frames are reused.
 //! - `streamed`: a pass in steady state over twice the card, per page that crosses the link.
 //!
 //! The limit is 1.5 times the cost at 100 pages, and 32 bytes of table a page. The table is what opening the
@@ -19,35 +18,30 @@ use std::time::{Duration, Instant};
 
 use common::Outcome;
 use common::alloc::{Counting, live_bytes};
-use common::card::{Setup, hollow, pass};
+use common::card::{Setup, pass};
 use common::models::{ModelFile, uniform};
+use common::null::NullDevice;
 use common::table::{Args, Report, Row};
 use serde::Serialize;
-use vram_pager::device::{AddressRange, FencePool, FrameSet, SharedDevice, Stream, StreamPriority};
 use vram_pager::pager::{ModelOptions, PagerOptions};
-use vram_pager::units::{DeviceRange, ModelTime};
 
 #[global_allocator]
 static HEAP: Counting = Counting;
 
 const PAGE: u64 = 2 << 20;
-const UNIT_PAGES: u64 = 10;
-/// Pages of one copy, as the pager's default has it.
-const CHUNK: u32 = 2;
+const UNIT_PAGES: u32 = 10;
 
 #[derive(Serialize)]
 struct Scale {
     pages: u64,
     /// All in nanoseconds a page.
     cold: f64,
-    driver: f64,
-    own: f64,
     streamed: f64,
     /// Over the first row's.
-    own_growth: f64,
+    cold_growth: f64,
     streamed_growth: f64,
     table_bytes: f64,
-    /// What a frame takes, the emulated card's own accounts included.
+    /// What a frame takes.
     frame_bytes: f64,
 }
 
@@ -55,8 +49,6 @@ impl Row for Scale {
     const COLUMNS: &'static [(&'static str, usize)] = &[
         ("pages", 8),
         ("cold ns", 8),
-        ("driver ns", 9),
-        ("own ns", 8),
         ("growth", 7),
         ("streamed ns", 11),
         ("growth", 7),
@@ -68,9 +60,7 @@ impl Row for Scale {
         vec![
             self.pages.to_string(),
             format!("{:.0}", self.cold),
-            format!("{:.0}", self.driver),
-            format!("{:.0}", self.own),
-            format!("{:.2}", self.own_growth),
+            format!("{:.2}", self.cold_growth),
             format!("{:.0}", self.streamed),
             format!("{:.2}", self.streamed_growth),
             format!("{:.1}", self.table_bytes),
@@ -80,7 +70,7 @@ impl Row for Scale {
 
     fn holds(&self) -> bool {
         // What the units cost is not of the pages; in a small table it is most of it.
-        self.own_growth <= 1.5
+        self.cold_growth <= 1.5
             && self.streamed_growth <= 1.5
             && (self.pages < 10_000 || self.table_bytes <= 32.0)
     }
@@ -94,8 +84,8 @@ fn main() -> Outcome {
             continue;
         }
         let mut row = measure(pages)?;
-        let (own, streamed) = *first.get_or_insert((row.own, row.streamed));
-        row.own_growth = row.own / own;
+        let (cold, streamed) = *first.get_or_insert((row.cold, row.streamed));
+        row.cold_growth = row.cold / cold;
         row.streamed_growth = row.streamed / streamed;
         report.add(row);
     }
@@ -104,20 +94,17 @@ fn main() -> Outcome {
 
 #[expect(clippy::cast_precision_loss, reason = "times of a bench")]
 fn measure(pages: u64) -> Outcome<Scale> {
-    let units = usize::try_from(pages / UNIT_PAGES)?;
-    let file = ModelFile::new(&uniform(units, UNIT_PAGES * PAGE))?;
+    let units = usize::try_from(pages / u64::from(UNIT_PAGES))?;
+    let file = ModelFile::new(&uniform(units, u64::from(UNIT_PAGES) * PAGE))?;
     let repeats = (200_000 / pages).clamp(3, 200);
     let (cold, table, frames) = cold(&file, pages, repeats)?;
-    let driver = driver(pages, repeats)?;
     let streamed = streamed(&file, repeats)?;
     let per_page = |time: Duration| time.as_nanos() as f64 / pages as f64;
     Ok(Scale {
         pages,
         cold: per_page(cold),
-        driver: per_page(driver),
-        own: per_page(cold) - per_page(driver),
         streamed,
-        own_growth: 1.0,
+        cold_growth: 1.0,
         streamed_growth: 1.0,
         table_bytes: table as f64 / pages as f64,
         frame_bytes: frames as f64 / pages as f64,
@@ -128,7 +115,7 @@ fn measure(pages: u64) -> Outcome<Scale> {
 fn cold(file: &ModelFile, pages: u64, repeats: u64) -> Outcome<(Duration, u64, u64)> {
     let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
     let card = (pages + 16) * PAGE;
-    let setup = Setup::hollow(file, card, options)?;
+    let setup = Setup::on(&NullDevice::open(card, PAGE), file, options)?;
     let before = live_bytes();
     pass(&setup.model, &setup.stream, &[])?;
     let frames = live_bytes().saturating_sub(before);
@@ -148,41 +135,11 @@ fn cold(file: &ModelFile, pages: u64, repeats: u64) -> Outcome<(Duration, u64, u
     Ok((fastest, table, frames))
 }
 
-/// The fastest run of the calls alone: map each page, access once a unit, a copy a chunk, a fence a copy.
-#[expect(unsafe_code, reason = "makes the calls that only handles make otherwise")]
-fn driver(pages: u64, repeats: u64) -> Outcome<Duration> {
-    let device: SharedDevice = hollow((pages + 16) * PAGE)?;
-    let mut frames = FrameSet::new(&device, PAGE);
-    let numbers = (0..pages).map(|_| frames.create()).collect::<Result<Vec<_>, _>>()?;
-    let stream = Stream::new(&device, StreamPriority::Normal)?;
-    let fences = FencePool::new(&device);
-    let unit = u32::try_from(UNIT_PAGES)?;
-    let mut fastest = Duration::MAX;
-    for _ in 0..repeats {
-        let mut range = AddressRange::reserve(&device, usize::try_from(pages)?, PAGE)?;
-        let began = Instant::now();
-        for first in (0..u32::try_from(pages)?).step_by(UNIT_PAGES as usize) {
-            for page in first..first + unit {
-                range.map(page, &frames, numbers[page as usize])?;
-            }
-            range.set_access(first, unit)?;
-            for page in (first..first + unit).step_by(CHUNK as usize) {
-                let to = DeviceRange::new(range.address(page), u64::from(CHUNK) * PAGE);
-                // SAFETY: a card without bytes reads no source; the target was mapped above and stays so.
-                unsafe { device.copy_to_device(to, std::ptr::null(), ModelTime::ZERO, stream.id())? };
-                fences.record(&stream)?;
-            }
-        }
-        fastest = fastest.min(began.elapsed());
-    }
-    Ok(fastest)
-}
-
 /// Nanoseconds a page that crosses the link, in the fastest of the passes in steady state.
 #[expect(clippy::cast_precision_loss, reason = "times of a bench")]
 fn streamed(file: &ModelFile, repeats: u64) -> Outcome<f64> {
     let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
-    let setup = Setup::hollow(file, file.bytes() / 2, options)?;
+    let setup = Setup::on(&NullDevice::open(file.bytes() / 2, PAGE), file, options)?;
     for _ in 0..3 {
         pass(&setup.model, &setup.stream, &[])?;
     }

@@ -1,5 +1,20 @@
-//! A demand-faulting pager for model weights on a GPU, with the memory manager that admits and evicts
-//! models.
+#![doc = include_str!("../README.md")]
+//!
+//! # Where to go next
+//!
+//! | you want to | look at |
+//! |---|---|
+//! | open a card, real or emulated | [`device::open`], [`device::emulated::EmulatedDevice`] |
+//! | read a weight file | [`weights::TensorIndex`] |
+//! | fault weights | [`pager::Pager`], [`pager::PagedModel`], [`pager::Guard`] |
+//! | apply patches | [`pager::PatchSet`], [`pager::PagedModel::patched`] |
+//! | check what is on the card | [`pager::Verifier`] |
+//! | decide who is on the card | [`manager::Manager`], [`patcher::ModelPatcher`] |
+//!
+//! ```text
+//! safetensors file → TensorIndex → PageLayout → staging → copies → page table → guard → your kernel
+//! Manager → LoadedModel → ModelPatcher → Pager
+//! ```
 
 pub mod device;
 pub mod manager;

@@ -1,6 +1,8 @@
 //! Random sequences of calls: whatever is asked in whatever order, the books balance, the ledger is sound,
 //! and a free never claims more than it gave. Every failure prints the seed that repeats it.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics is a test that fails")]
+
 mod manager_support;
 
 use std::collections::HashSet;
@@ -36,7 +38,7 @@ impl World {
             .collect();
         let manager = manager_over(cards.iter().map(|card| Arc::clone(card) as _).collect());
         let states = [VramState::Normal, VramState::Low, VramState::No, VramState::High, VramState::Shared];
-        let state = states[random.below(5) as usize];
+        let state = states[random.index(states.len())];
         let smart = !random.one_in(5);
         let ratio = if random.one_in(2) { 0.0 } else { 0.4 };
         manager.set_knobs(|knobs| {
@@ -58,16 +60,16 @@ impl World {
             self.models.push(of.clone_model(label));
             return;
         }
-        let card = self.random.below(self.cards.len() as u64) as u32;
+        let card = self.random.index(self.cards.len());
         let spec = SizedSpec {
             label,
             size: self.random.below(8000) * MIB,
             granule: (1 + self.random.below(4)) * 32 * MIB,
             dynamic: self.random.one_in(2),
-            place: Place::Card(card),
+            place: Place::Card(u32::try_from(card).unwrap()),
             pinned: self.random.below(2) * 100 * MIB,
         };
-        let model = SizedModel::new(spec, &self.cards[card as usize]);
+        let model = SizedModel::new(spec, &self.cards[card]);
         if !self.models.is_empty() && self.random.one_in(4) {
             model.set_patches_models(vec![self.pick()]);
             model.set_additional_models(vec![self.pick()]);
@@ -76,12 +78,12 @@ impl World {
     }
 
     fn pick(&mut self) -> Arc<SizedModel> {
-        let index = self.random.below(self.models.len() as u64) as usize;
+        let index = self.random.index(self.models.len());
         Arc::clone(&self.models[index])
     }
 
     fn place(&mut self) -> Place {
-        Place::Card(self.random.below(self.cards.len() as u64) as u32)
+        Place::Card(u32::try_from(self.random.index(self.cards.len())).unwrap())
     }
 
     fn before(&self) -> Before {
@@ -112,7 +114,7 @@ impl World {
                 "touch".to_owned()
             }
             7 => {
-                let index = self.random.below(self.cards.len() as u64) as usize;
+                let index = self.random.index(self.cards.len());
                 let (used, idle, other) =
                     (self.random.below(1000), self.random.below(3000), self.random.below(500));
                 self.cards[index].set_pool(used * MIB, idle * MIB);
@@ -121,7 +123,7 @@ impl World {
             }
             8 => {
                 if self.models.len() > 1 {
-                    let index = self.random.below(self.models.len() as u64) as usize;
+                    let index = self.random.index(self.models.len());
                     self.models.swap_remove(index);
                 }
                 self.add_model();

@@ -4,6 +4,8 @@
 //! A test that could hang runs on a thread of its own and is given a minute: the time only ends a test that
 //! has already failed.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics is a test that fails")]
+
 mod manager_support;
 
 use std::cell::Cell;
@@ -14,7 +16,7 @@ use std::thread;
 use std::time::Duration;
 
 use manager_support::*;
-use vram_pager::manager::{FreeOptions, LoadOptions, Manager, ManagerError, UNLIMITED};
+use vram_pager::manager::{FreeOptions, LoadOptions, LoadedModel, Manager, ManagerError, UNLIMITED};
 use vram_pager::patcher::{LoadBudget, ModelPatcher, ModelUuid, PatcherError, Place, SizedModel};
 
 /// Runs `work` and fails if it hangs.
@@ -347,7 +349,7 @@ fn loads_frees_patch_models_and_deaths_from_many_threads_end_in_a_sound_ledger()
                 thread::spawn(move || {
                     let mut random = Random(seed ^ (number << 40));
                     for _ in 0..400 {
-                        let pick = lasting[random.below(6) as usize].clone();
+                        let pick = lasting[random.index(lasting.len())].clone();
                         match random.below(8) {
                             0 | 1 => load(&manager, &[&(pick as Shared)]),
                             2 => load(&manager, &[&(pick as Shared), &(pages.clone() as Shared)]),
@@ -368,7 +370,7 @@ fn loads_frees_patch_models_and_deaths_from_many_threads_end_in_a_sound_ledger()
                                 let entries = manager.current_loaded_models();
                                 let mut uuids: Vec<_> = entries
                                     .iter()
-                                    .filter_map(|entry| entry.model())
+                                    .filter_map(LoadedModel::model)
                                     .map(|model| model.weights_uuid())
                                     .collect();
                                 uuids.sort_unstable();
@@ -385,8 +387,7 @@ fn loads_frees_patch_models_and_deaths_from_many_threads_end_in_a_sound_ledger()
             thread.join().unwrap();
         }
         manager.cleanup_models_gc();
-        let listed: u64 =
-            manager.current_loaded_models().iter().map(|entry| entry.model_loaded_memory()).sum();
+        let listed: u64 = manager.current_loaded_models().iter().map(LoadedModel::model_loaded_memory).sum();
         assert_eq!(card.loaded(), listed, "every byte on the card is a listed model's");
         manager.unload_all_models().unwrap();
         assert!(manager.current_loaded_models().is_empty());

@@ -1,6 +1,7 @@
 //! The scenarios of the described system, played by the program: each must be answered exactly, and what
 //! cannot be played must be refused with exit code 2 and a reason.
 
+#![allow(clippy::unwrap_used, reason = "a test that panics is a test that fails")]
 #![cfg(feature = "cli")]
 
 use std::path::{Path, PathBuf};
@@ -126,7 +127,7 @@ fn a_scenario_that_cannot_be_played_is_refused_with_the_reason() {
 
 /// Plays `ops` on one 8 GiB card with models A and B (1 GiB each), A2 (a clone of A) and D (paged), and
 /// answers the steps.
-fn play(ops: Value) -> Vec<Value> {
+fn play(ops: &Value) -> Vec<Value> {
     let scenario = json!({
         "name": "test",
         "cards": [{"id": "gpu0", "total_mib": 8192}, {"id": "gpu1", "total_mib": 4096}],
@@ -151,7 +152,7 @@ fn ids(step: &Value) -> Vec<&str> {
 
 #[test]
 fn every_op_of_the_format_is_played() {
-    let steps = play(json!([
+    let steps = play(&json!([
         {"op": "load", "models": ["A", "B", "D"]},
         {"op": "load", "models": ["A2"]},
         {"op": "other", "card": "gpu0", "mib": 512},
@@ -180,7 +181,7 @@ fn every_op_of_the_format_is_played() {
 
 #[test]
 fn a_copy_on_another_card_is_of_the_family_but_no_clone() {
-    let steps = play(json!([
+    let steps = play(&json!([
         {"op": "load", "models": ["A", "A3"]},
         {"op": "unload_model_and_clones", "model": "A"},
         {"op": "load", "models": ["A"]},

@@ -12,7 +12,7 @@ use vram_pager::weights::UnitId;
 use super::models::ModelFile;
 use super::{Numbers, Outcome};
 
-/// The link of modelled cards, about what PCIe 4 x16 reaches.
+/// The link of modelled cards, about what a card of 2020 reaches.
 pub const LINK: Rate = Rate(25_000_000_000);
 
 /// A card without bytes: addresses, accounts and the clock.
@@ -31,7 +31,6 @@ pub enum Headroom {
 
 /// A model on a card of its own.
 pub struct Setup {
-    pub device: Arc<EmulatedDevice>,
     pub pager: Arc<Pager>,
     pub model: Arc<PagedModel>,
     pub stream: PagerStream,
@@ -40,15 +39,14 @@ pub struct Setup {
 impl Setup {
     /// Opens `file` on a hollow card of `card` bytes.
     pub fn hollow(file: &ModelFile, card: u64, options: PagerOptions) -> Outcome<Self> {
-        Self::on(hollow(card)?, file, options)
+        Self::on(&(hollow(card)? as SharedDevice), file, options)
     }
 
-    pub fn on(device: Arc<EmulatedDevice>, file: &ModelFile, options: PagerOptions) -> Outcome<Self> {
-        let shared: SharedDevice = Arc::clone(&device) as _;
-        let pager = Pager::new(&shared, options)?;
+    pub fn on(device: &SharedDevice, file: &ModelFile, options: PagerOptions) -> Outcome<Self> {
+        let pager = Pager::new(device, options)?;
         let model = pager.open_model(Arc::clone(&file.index), &ModelOptions::default())?;
         let stream = pager.stream()?;
-        Ok(Self { device, pager, model, stream })
+        Ok(Self { pager, model, stream })
     }
 
     pub fn shared(&self) -> &SharedDevice {

@@ -8,6 +8,7 @@
 pub mod alloc;
 pub mod card;
 pub mod models;
+pub mod null;
 pub mod optimum;
 pub mod table;
 

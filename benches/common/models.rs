@@ -75,7 +75,7 @@ fn mixtral() -> Vec<Tensor> {
     const EXPERTS: u64 = 8;
     let mut tensors = Vec::new();
     let mut add = |name: String, shape: &[u64]| {
-        tensors.push(Tensor { name, dtype: Dtype::BF16, shape: shape.to_vec() })
+        tensors.push(Tensor { name, dtype: Dtype::BF16, shape: shape.to_vec() });
     };
     add("model.embed_tokens.weight".to_owned(), &[WORDS, WIDTH]);
     for layer in 0..32 {

@@ -194,7 +194,7 @@ impl FencePool {
 
 impl fmt::Debug for FencePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FencePool").field("idle", &self.inner.idle.lock().len()).finish()
+        f.debug_struct("FencePool").field("idle", &self.inner.idle.lock().len()).finish_non_exhaustive()
     }
 }
 
@@ -323,7 +323,7 @@ impl fmt::Debug for FrameSet {
         f.debug_struct("FrameSet")
             .field("frames", &self.len())
             .field("frame_bytes", &self.frame_bytes)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
 

@@ -31,7 +31,7 @@ pub use kernels::{
 };
 pub use open::{CudaString, DeviceString, open};
 
-use crate::units::{DeviceRange, ModelTime};
+use crate::units::{DeviceRange, ModelTime, Rate};
 
 /// The kind of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -75,6 +75,8 @@ pub struct DeviceInfo {
     pub virtual_memory: bool,
     /// Whether the host may read and write mapped device memory at its device address.
     pub host_addressable: bool,
+    /// The rate of the link from the host, where the device knows it.
+    pub link: Option<Rate>,
     /// Whether bytes are kept at all. A device without them gives addresses, accounts and clock, for
     /// cards larger than this machine.
     pub keeps_bytes: bool,

@@ -107,9 +107,9 @@ pub(super) struct Candidate {
     pub(super) index: usize,
 }
 
-/// Sorts candidates into the order in which they are asked.
-pub(super) fn sort_victims(candidates: &mut [Candidate]) {
-    candidates.sort_unstable();
+/// Sorts candidates, each with whatever goes along with it, into the order in which they are asked.
+pub(super) fn sort_victims<T>(candidates: &mut [(Candidate, T)]) {
+    candidates.sort_unstable_by_key(|(candidate, _)| *candidate);
 }
 
 /// A request for memory, as it shrinks from victim to victim.
@@ -288,11 +288,8 @@ mod tests {
 
     #[test]
     fn victims_are_most_offloaded_then_least_referenced_then_smallest_then_newest() {
-        let candidate = |offloaded, references, size, index| Candidate {
-            offloaded: Reverse(offloaded),
-            references,
-            size,
-            index,
+        let candidate = |offloaded, references, size, index| {
+            (Candidate { offloaded: Reverse(offloaded), references, size, index }, ())
         };
         let mut list = vec![
             candidate(0, 1, 10, 0),
@@ -302,7 +299,7 @@ mod tests {
             candidate(50, 9, 99, 7),
         ];
         sort_victims(&mut list);
-        assert_eq!(list.iter().map(|victim| victim.index).collect::<Vec<_>>(), [7, 9, 0, 5, 1]);
+        assert_eq!(list.iter().map(|(victim, ())| victim.index).collect::<Vec<_>>(), [7, 9, 0, 5, 1]);
     }
 
     #[test]

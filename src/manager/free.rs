@@ -70,12 +70,6 @@ pub(super) enum Busy {
     Wait,
 }
 
-/// A candidate's entry, under the index that its [`Candidate`] names.
-struct Victim {
-    entry: LoadedModel,
-    dynamic: bool,
-}
-
 impl Manager {
     /// Makes `memory_required` bytes free on `device` (on every card in turn for `None`) by unloading
     /// listed models; answers the entries that left the ledger, highest index first.
@@ -209,21 +203,23 @@ impl Manager {
     /// Drops the entries whose model died. An entry whose patcher died while one that it was cloned from
     /// lives goes to that one.
     pub fn cleanup_models_gc(&self) {
+        let entries = self.ledger.snapshot();
+        // Nearly always nobody died, which costs one look at each entry.
+        if !entries.iter().any(LoadedModel::patcher_died) {
+            return;
+        }
         let mut listed = HashSet::new();
         let mut gone = Vec::new();
-        for entry in self.ledger.snapshot() {
-            // A claimed entry belongs to another thread, and one that is being loaded lives.
+        for entry in entries {
             let alive = entry.model().is_some();
-            let free = entry.standing() == Standing::Listed;
             // A parent that was listed itself when it inherited an entry keeps only the newer one.
-            if free && !(alive && listed.insert(entry.patcher_address())) {
+            if !(alive && listed.insert(entry.patcher_address())) {
                 gone.push(entry);
             }
         }
+        // An entry in another thread's hands is that thread's to drop.
         gone.retain(|entry| entry.try_take(Standing::Claimed));
-        if !gone.is_empty() {
-            tracing::debug!(entries = gone.len(), "dropped entries whose model died");
-        }
+        tracing::debug!(entries = gone.len(), "dropped entries whose model died");
         self.ledger.remove(&gone);
     }
 
@@ -293,13 +289,13 @@ impl Manager {
         }
 
         let knobs = self.knobs();
-        let (victims, order) = self.candidates(device, &options.keep_loaded, busy);
+        let (entries, order) = self.candidates(device, &options.keep_loaded, busy);
         let mut request = Request::new(memory_required, options.for_dynamic, knobs.smart_memory);
         let mut unloaded = Vec::new();
-        for candidate in order {
-            let Some(victim) = victims.get(&candidate.index) else { continue };
-            if self.ask(victim, device, &mut request, busy)? {
-                unloaded.push((candidate.index, victim.entry.clone()));
+        for (candidate, dynamic) in order {
+            let Some(entry) = entries.get(candidate.index) else { continue };
+            if self.ask(entry, dynamic, device, &mut request, busy)? {
+                unloaded.push((candidate.index, entry.clone()));
             }
         }
         unloaded.sort_unstable_by_key(|(index, _)| Reverse(*index));
@@ -324,23 +320,27 @@ impl Manager {
         drop(self.soft_empty_cache(false));
     }
 
-    /// The entries that may be asked, and the order to ask them in. Clears `currently_used` on each.
+    /// The entries that may be asked, and the order to ask them in; a candidate's index is its place in the
+    /// list. Clears `currently_used` on each.
     fn candidates(
         &self,
         device: Place,
         keep_loaded: &[LoadedModel],
         busy: Busy,
-    ) -> (std::collections::HashMap<usize, Victim>, Vec<Candidate>) {
+    ) -> (Vec<LoadedModel>, Vec<(Candidate, bool)>) {
         let keep: HashSet<usize> = keep_loaded.iter().map(LoadedModel::patcher_address).collect();
-        let mut victims = std::collections::HashMap::new();
-        let mut order = Vec::new();
-        for (index, entry) in self.ledger.snapshot().into_iter().enumerate() {
+        let entries = self.ledger.snapshot();
+        let mut order = Vec::with_capacity(entries.len());
+        for (index, entry) in entries.iter().enumerate() {
             let free = match entry.standing() {
                 Standing::Listed => true,
                 Standing::Claimed => busy == Busy::Wait,
                 _ => false,
             };
-            if !free || entry.device() != device || keep.contains(&entry.patcher_address()) {
+            if !free || entry.device() != device {
+                continue;
+            }
+            if !keep.is_empty() && keep.contains(&entry.patcher_address()) {
                 continue;
             }
             // Counted before our own reference is taken.
@@ -348,28 +348,28 @@ impl Manager {
             let Some(model) = entry.model() else { continue };
             let size = model.model_size();
             let offloaded = Reverse(size.saturating_sub(model.loaded_size()));
-            let dynamic = model.is_dynamic();
             entry.set_currently_used(false);
-            order.push(Candidate { offloaded, references, size, index });
-            victims.insert(index, Victim { entry, dynamic });
+            order.push((Candidate { offloaded, references, size, index }, model.is_dynamic()));
         }
         admission::sort_victims(&mut order);
-        (victims, order)
+        (entries, order)
     }
 
     /// Asks one victim for what is still missing; answers whether it left the ledger.
     fn ask(
         &self,
-        victim: &Victim,
+        entry: &LoadedModel,
+        dynamic: bool,
         device: Place,
         request: &mut Request,
         busy: Busy,
     ) -> Result<bool, ManagerError> {
-        let Victim { entry, dynamic } = victim;
-        let mut verdict = request.verdict(*dynamic, entry.model_loaded_memory(), None);
+        // Only what a paged victim holds can matter before the figure is read.
+        let loaded = if dynamic { entry.model_loaded_memory() } else { 0 };
+        let mut verdict = request.verdict(dynamic, loaded, None);
         if verdict == Verdict::NeedsFigure {
             let free = self.free_figures(device)?.total;
-            verdict = request.verdict(*dynamic, 0, Some(free));
+            verdict = request.verdict(dynamic, loaded, Some(free));
         }
         let Verdict::Unload(bytes) = verdict else {
             tracing::trace!(model = ?entry, %device, dynamic, ?request, "spared a victim");

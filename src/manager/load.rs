@@ -133,24 +133,20 @@ impl Manager {
 
         let wanted = with_riders(models);
         for model in &wanted {
-            self.card(model.load_device(), &format!("{} is to be loaded there", model.label()))?;
+            self.card_for(model.load_device(), || format!("{} is to be loaded there", model.label()))?;
         }
         let for_dynamic = wanted.iter().all(|model| model.is_dynamic());
         let in_hand = self.take_incoming(wanted);
 
-        for need in needs_by_device(&in_hand.models) {
-            if need.device.is_cpu() {
-                continue;
-            }
+        let mut needs = needs_by_device(&in_hand.models);
+        needs.retain(|need| !need.device.is_cpu());
+        for need in &needs {
             let ask = admission::admission_ask(need.missing, extra_mem).unwrap_or(UNLIMITED);
             tracing::debug!(device = %need.device, missing = need.missing, extra_mem, ask, for_dynamic, "admission");
             let free = FreeOptions { for_dynamic, pins_required: need.pins, ..FreeOptions::default() };
             self.free_on(need.device, ask, &free, Busy::Wait)?;
         }
-        for need in needs_by_device(&in_hand.models) {
-            if need.device.is_cpu() {
-                continue;
-            }
+        for need in &needs {
             let free = self.free_figures(need.device)?.total;
             if i128::from(free) < i128::from(smallest) {
                 tracing::debug!(device = %need.device, free, smallest, "asking again for the smallest run");
@@ -177,13 +173,16 @@ impl Manager {
     /// Takes the entries of `wanted` and of their clones into the load's hands, waiting for threads that
     /// are freeing one of them. The models come in the order in which they are loaded: last named first.
     fn take_incoming(&self, wanted: Vec<Arc<dyn ModelPatcher>>) -> InHand<'_> {
-        let mut listed: HashMap<ModelUuid, Vec<LoadedModel>> = HashMap::new();
+        let places: HashMap<ModelUuid, usize> =
+            wanted.iter().enumerate().map(|(place, model)| (model.weights_uuid(), place)).collect();
+        let mut replaced: Vec<Vec<LoadedModel>> = vec![Vec::new(); wanted.len()];
         for entry in self.ledger.snapshot() {
-            listed.entry(entry.weights()).or_default().push(entry);
+            if let Some(place) = places.get(&entry.weights()) {
+                replaced[*place].push(entry);
+            }
         }
         let mut in_hand = InHand { ledger: &self.ledger, models: Vec::with_capacity(wanted.len()) };
-        for model in wanted.into_iter().rev() {
-            let mut replaced = listed.remove(&model.weights_uuid()).unwrap_or_default();
+        for (model, mut replaced) in wanted.into_iter().zip(replaced).rev() {
             replaced.retain(|entry| self.ledger.take_when_free(entry, Standing::Loading));
             let own = replaced.iter().find(|entry| {
                 entry.patcher_address() == address_of(&model) && entry.device() == model.load_device()
@@ -275,7 +274,7 @@ impl Drop for InHand<'_> {
 
 /// The models and those that ride along with each, without duplicates and without second clones.
 fn with_riders(models: &[Arc<dyn ModelPatcher>]) -> Vec<Arc<dyn ModelPatcher>> {
-    let mut seen = HashSet::new();
+    let mut seen = HashSet::with_capacity(models.len());
     let mut wanted = Vec::with_capacity(models.len());
     for model in models {
         let riders = model.model_patches_models();

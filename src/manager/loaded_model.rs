@@ -68,9 +68,13 @@ struct Handle {
 impl LoadedModel {
     /// An entry for `model` on its load device, in no ledger yet.
     pub fn new(model: &Arc<dyn ModelPatcher>) -> Self {
-        let mut ancestors = Vec::new();
+        let mut ancestors: Vec<Weak<dyn ModelPatcher>> = Vec::new();
         let mut next = model.parent();
         while let Some(parent) = next {
+            // A patcher that claims to descend from itself must not keep us here for ever.
+            if ancestors.iter().any(|known| known.as_ptr().cast::<()>() as usize == address_of(&parent)) {
+                break;
+            }
             ancestors.push(Arc::downgrade(&parent));
             next = parent.parent();
         }
@@ -198,6 +202,11 @@ impl LoadedModel {
     pub fn model_use_more_vram(&self, extra: u64) -> Result<u64, PatcherError> {
         let budget = LoadBudget::of_bytes(i64::try_from(extra).unwrap_or(i64::MAX));
         self.model_load(budget, false)
+    }
+
+    /// Whether the patcher died, so that the entry is an ancestor's or nobody's.
+    pub(super) fn patcher_died(&self) -> bool {
+        self.references() == 0
     }
 
     /// Strong references to the patcher, all of them others'.

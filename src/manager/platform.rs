@@ -189,7 +189,7 @@ mod tests {
 
     const RAW: RawFigures = RawFigures {
         driver_total: 24 * GIB,
-        driver_free: 10 * GIB as i64,
+        driver_free: 10 << 30,
         pool_reserved: 3 * GIB,
         pool_used: GIB,
         idle_frames: GIB / 2,

@@ -217,15 +217,22 @@ impl Manager {
 
     /// The card that `device` is; `None` for host memory.
     pub(super) fn card(&self, device: Place, what: &str) -> Result<Option<&Card>, ManagerError> {
+        self.card_for(device, || what.to_owned())
+    }
+
+    /// As [`Self::card`], with an explanation that is made only if it is needed.
+    pub(super) fn card_for(
+        &self,
+        device: Place,
+        what: impl FnOnce() -> String,
+    ) -> Result<Option<&Card>, ManagerError> {
         match device {
             Place::Cpu => Ok(None),
             Place::Card(number) => match self.cards.get(number as usize) {
                 Some(card) => Ok(Some(card)),
-                None => Err(ManagerError::UnknownDevice {
-                    place: device,
-                    known: self.cards.len(),
-                    what: what.to_owned(),
-                }),
+                None => {
+                    Err(ManagerError::UnknownDevice { place: device, known: self.cards.len(), what: what() })
+                }
             },
         }
     }

@@ -14,6 +14,15 @@ use super::reclaim::{self, TakeFrom};
 use super::word::SpanState;
 use crate::device::DeviceError;
 
+/// Whether a fault would rather wait for another's guard than take memory that is still of use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Patience {
+    /// It goes on if there is any way.
+    None,
+    /// It is asked again when a guard was released.
+    MayWait,
+}
+
 /// What a claim did.
 #[derive(Debug, Default)]
 pub(super) struct Claimed {
@@ -30,6 +39,7 @@ pub(super) fn claim_span(
     control: &mut Control,
     id: u32,
     span: u32,
+    patience: Patience,
 ) -> Result<Claimed, PagerError> {
     let mut claimed = Claimed::default();
     let Some(model) = control.model(id) else { return Ok(claimed) };
@@ -41,13 +51,15 @@ pub(super) fn claim_span(
             return Err(never_fits(core, control, id, span));
         }
     }
+    // While nobody else has a fault under way or a guard in the ring there is nobody to wait for.
+    let waiting = patience == Patience::MayWait && control.under_way > 1;
     let mut mapped = Vec::new();
     let mut result = Ok(());
     for page in pages.clone() {
         if control.is_present(id, page) {
             continue;
         }
-        match place(core, control, id, page, &mut mapped) {
+        match place(core, control, id, page, waiting, &mut mapped) {
             Ok(role) => {
                 occupy(control, id, page);
                 claimed.streamed |= role == Role::Ring;
@@ -61,9 +73,7 @@ pub(super) fn claim_span(
     }
     if let Err(error) = set_access(control, id, &mapped) {
         // Without access the new mappings are of no use; take them back so that a later claim maps again.
-        for &page in &mapped {
-            let _ = unmap(control, id, page);
-        }
+        drop_mappings(control, id, &mapped);
         result = Err(error.into());
     }
     if let Err(error) = result {
@@ -118,18 +128,38 @@ pub(super) fn set_access(control: &mut Control, id: u32, mapped: &[u32]) -> Resu
     Ok(())
 }
 
+/// Takes new mappings back that could not be made accessible. One that stays is remembered, so that access
+/// to it is set before it is used.
+pub(super) fn drop_mappings(control: &mut Control, id: u32, mapped: &[u32]) {
+    for &page in mapped {
+        if unmap(control, id, page).is_err()
+            && let Some(model) = control.model_mut(id)
+        {
+            model.inaccessible.insert(page);
+        }
+    }
+}
+
 /// Maps `page` to a frame that nobody needs any more. New mappings are added to `mapped`.
 fn place(
     core: &Core,
     control: &mut Control,
     id: u32,
     page: u32,
+    waiting: bool,
     mapped: &mut Vec<u32>,
 ) -> Result<Role, PagerError> {
     let Some(&Page { frame, slot, .. }) = control.model(id).and_then(|model| model.pages.get(page as usize))
     else {
         return Ok(Role::Idle);
     };
+    if frame != NONE
+        && let Some(model) = control.model_mut(id)
+        && model.inaccessible.remove(&page)
+    {
+        // Mapped by a claim that failed: it has no bytes yet, and no access.
+        mapped.push(page);
+    }
     if frame != NONE && control.frames.info(frame).role == Role::Resident {
         return Ok(Role::Resident);
     }
@@ -155,12 +185,13 @@ fn place(
     };
     // A page that was moved to another slot's frame before is still fine where it is, if that is free.
     for candidate in [wanted, frame] {
-        if candidate != NONE && take(control, candidate) {
+        let may_take = candidate != NONE && (!waiting || is_spare(control, candidate));
+        if may_take && take(control, candidate) {
             remap(control, id, page, candidate, mapped)?;
             return Ok(Role::Ring);
         }
     }
-    let other = divert(core, control, id)?;
+    let other = divert(core, control, id, waiting)?;
     remap(control, id, page, other, mapped)?;
     Ok(Role::Ring)
 }
@@ -196,15 +227,25 @@ pub(super) fn take(control: &mut Control, frame: u32) -> bool {
     true
 }
 
+/// Whether the pass is through with what a ring frame holds, or will not come back for it.
+pub(super) fn is_spare(control: &Control, frame: u32) -> bool {
+    let info = control.frames.info(frame);
+    let laps = 2 * control.frames.ring.len() as u64;
+    info.consumed || info.content.is_none() || control.page_loads - info.loaded_at > laps
+}
+
 /// Another frame for a streamed page whose own is held: one of the ring that was used already, any other
 /// of the ring, a new one, or one that a resident page gives up.
-fn divert(core: &Core, control: &mut Control, id: u32) -> Result<u32, PagerError> {
+///
+/// A fault that is `waiting` is refused before it takes what another still needs: a detour costs bytes
+/// every time, a wait does not.
+fn divert(core: &Core, control: &mut Control, id: u32, waiting: bool) -> Result<u32, PagerError> {
     let slots = control.frames.ring.len();
-    for only_consumed in [true, false] {
+    for only_spare in [true, false] {
         for step in 0..slots {
             let place = (control.ring_hand + step) % slots;
             let frame = control.frames.ring[place];
-            if frame == NONE || (only_consumed && !control.frames.info(frame).consumed) {
+            if frame == NONE || (only_spare && !is_spare(control, frame)) {
                 continue;
             }
             if take(control, frame) {
@@ -212,18 +253,28 @@ fn divert(core: &Core, control: &mut Control, id: u32) -> Result<u32, PagerError
                 return Ok(frame);
             }
         }
+        if waiting && slots > 0 {
+            control.refused = true;
+            return Err(held(core));
+        }
     }
     if let Some(frame) = reclaim::obtain(core, control, id, Role::Ring, TakeFrom::Anyone)? {
         fill_slot(control, NONE, frame);
+        control.ring_grew = true;
         return Ok(frame);
     }
-    Err(PagerError::Held {
+    Err(held(core))
+}
+
+/// A refusal, to be completed by [`describe`].
+fn held(core: &Core) -> PagerError {
+    PagerError::Held {
         model: String::new(),
         what: String::new(),
         device: core.device.info().name.clone(),
         need: core.page_bytes,
         held: Vec::new(),
-    })
+    }
 }
 
 /// Maps a page to `frame`, which nobody needs; does nothing if it is mapped there already.
@@ -292,6 +343,9 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
     // address; work given before was waited for above.
     unsafe { model.range.unmap(page)? };
     model.pages[page as usize].frame = NONE;
+    if !model.inaccessible.is_empty() {
+        model.inaccessible.remove(&page);
+    }
     info.mapped -= 1;
     if info.content == key {
         info.clear_content();
@@ -313,7 +367,7 @@ fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerErro
     let pages = place.pages.end - place.pages.start;
     // The span itself is pinned by the fault that asks; it is not one that holds.
     let held = control.held_names(Some((id, span)));
-    if pages > control.budget || held.is_empty() {
+    if pages > control.budget {
         return never_fits(core, control, id, span);
     }
     let what = what_of(model, span);

@@ -67,6 +67,12 @@ pub(super) struct Control {
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
+    /// Faults that claim or wait for bytes, and guards of streamed spans.
+    pub(super) under_way: u32,
+    /// Whether a fault waits for ring frames: what comes free is for it, not for prefetch.
+    pub(super) refused: bool,
+    /// Whether a fault had to make the ring larger since a pass ended.
+    pub(super) ring_grew: bool,
     /// One for each copy stream, where what is cast on the card lands.
     pub(super) scratch: Vec<PoolAllocation>,
 }
@@ -111,6 +117,8 @@ pub(super) struct ModelState {
     pub(super) plan: Plan,
     /// Which units are kept whole, and the ring's size.
     pub(super) choice: Choice,
+    /// The compute of a pass per GiB of weights, if the runner told it.
+    pub(super) compute_per_gib: Option<std::time::Duration>,
     /// The frames that the choice was made for.
     pub(super) chosen_frames: Option<u32>,
     /// The frames that the plan was made for.
@@ -135,6 +143,8 @@ pub(super) struct ModelState {
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,
     pub(super) said_pieces: bool,
+    /// Pages whose mapping was made but not yet made accessible, after a failure.
+    pub(super) inaccessible: HashSet<u32>,
     /// The patches that bytes on the card are made with.
     pub(super) attached: Option<Arc<DevicePatches>>,
     /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
@@ -228,6 +238,10 @@ impl Control {
         }
         if more > 0 {
             names.push(format!("{more} more"));
+        }
+        if names.is_empty() {
+            // Its pins were given back since the claim met them.
+            names.push("another fault".to_owned());
         }
         names
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use parking_lot::MutexGuard;
 
 use super::attach;
-use super::claim::{self, abandon};
+use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
@@ -32,6 +32,7 @@ pub(super) fn fault_span(
     span: u32,
     stream: &PagerStream,
     set: Option<&Arc<PatchSet>>,
+    patience: Patience,
 ) -> Result<bool, PagerError> {
     let core = model.core();
     let id = model.id();
@@ -57,17 +58,22 @@ pub(super) fn fault_span(
     if !was_ready {
         word.set_state(SpanState::Arriving);
     }
+    control.under_way += 1;
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, &mut count)
+    match bring(core, &mut control, id, span, patience, &mut count)
         .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     {
         Ok(()) => {}
         Err(error) => {
+            control.under_way -= 1;
             abandon(&control, id, span);
             return Err(error);
         }
     }
     let streamed = word.view().is_streamed();
+    if !streamed {
+        control.under_way -= 1;
+    }
     if let Some(model) = control.model_mut(id) {
         match count {
             Count::Hit => model.counts.hits += 1,
@@ -91,6 +97,7 @@ fn bring(
     control: &mut MutexGuard<'_, Control>,
     id: u32,
     span: u32,
+    patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
     let mut first_claim = true;
@@ -101,7 +108,7 @@ fn bring(
         if first_claim {
             forget_errors(control, id, span);
         }
-        let claimed = claim::claim_span(core, control, id, span)?;
+        let claimed = claim::claim_span(core, control, id, span, patience)?;
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
             for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
@@ -245,7 +252,10 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         }
         model.words[span as usize].0.release(stream.bit());
     }
-    prefetch::advance(core, &mut control, id);
+    control.under_way -= 1;
+    if !std::mem::take(&mut control.refused) {
+        prefetch::advance(core, &mut control, id);
+    }
     drop(control);
     core.changed.notify_all();
 }

@@ -99,17 +99,17 @@ impl<'m> Guard<'m> {
 
     /// A tensor of the unit, by its whole name or by its name within the unit (`weight`). In a piece:
     /// those of its rows that the piece holds.
-    pub fn tensor(&self, name: &str) -> Option<TensorView<'m>> {
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.model.view(&self.pinned, name)
     }
 
     /// The unit's tensors in address order.
-    pub fn tensors(&self) -> Vec<TensorView<'m>> {
+    pub fn tensors(&self) -> Vec<TensorView<'_>> {
         self.model.views(&self.pinned)
     }
 
     /// A tensor of the unit by its id.
-    pub fn tensor_by_id(&self, id: TensorId) -> Option<TensorView<'m>> {
+    pub fn tensor_by_id(&self, id: TensorId) -> Option<TensorView<'_>> {
         self.tensors().into_iter().find(|view| self.model.index().tensor(view.name) == Some(id))
     }
 

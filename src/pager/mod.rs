@@ -2,7 +2,7 @@
 //!
 //! | file | what it does |
 //! |---|---|
-//! | `pager`, `model`, `guard`, `rows`, `streams`, `options`, `error` | what a runner uses |
+//! | `card`, `model`, `guard`, `rows`, `streams`, `options`, `error` | what a runner uses |
 //! | `word` | the lock-free word of a span: the hit path |
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
@@ -21,6 +21,7 @@
 //! address for the model's life. May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
 mod attach;
+mod card;
 mod claim;
 mod convert;
 mod core;
@@ -33,7 +34,6 @@ mod load;
 mod model;
 mod options;
 mod order;
-mod pager;
 mod patched;
 mod patches;
 mod plan;
@@ -45,12 +45,12 @@ mod streams;
 mod verify;
 mod word;
 
+pub use card::{Pager, PagerFigures};
 pub use counters::ModelCounts;
 pub use error::PagerError;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
 pub use options::{ModelOptions, PagerOptions};
-pub use pager::{Pager, PagerFigures};
 pub use patched::PatchedModel;
 pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;

@@ -9,12 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::card::Pager;
+use super::claim::Patience;
 use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
-use super::pager::Pager;
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::reclaim;
@@ -24,6 +25,9 @@ use super::word::SpanWord;
 use crate::sync::Padded;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
+
+/// How long a fault that may wait does so before it takes memory that others still need.
+const PATIENCE: Duration = Duration::from_millis(10);
 
 /// A model whose weights are faulted to a card.
 ///
@@ -102,7 +106,7 @@ impl PagedModel {
     /// [`PagerError::Held`] if guards hold memory that it needs; [`PagerError::NeverFits`] if the unit is
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
-        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None)?))
+        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, Patience::None)?))
     }
 
     /// As [`Self::fault`], by the unit's name.
@@ -116,7 +120,7 @@ impl PagedModel {
         unit: UnitId,
         stream: &Arc<PagerStream>,
     ) -> Result<OwnedGuard, PagerError> {
-        let pinned = self.pin_unit(unit, stream, None)?;
+        let pinned = self.pin_unit(unit, stream, None, Patience::None)?;
         Ok(OwnedGuard::new(Arc::clone(self), Arc::clone(stream), pinned))
     }
 
@@ -128,7 +132,9 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, || self.fault(unit, stream))
+        self.when_free(deadline, |patience| {
+            Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, patience)?))
+        })
     }
 
     /// The pieces of a unit: 1 for all but those that are too large for the card.
@@ -144,7 +150,7 @@ impl PagedModel {
         piece: u32,
         stream: &'m PagerStream,
     ) -> Result<Guard<'m>, PagerError> {
-        Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None)?))
+        Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None, Patience::None)?))
     }
 
     /// As [`Self::fault_piece`], waiting for others as [`Self::fault_when_free`].
@@ -155,7 +161,9 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, || self.fault_piece(unit, piece, stream))
+        self.when_free(deadline, |patience| {
+            Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None, patience)?))
+        })
     }
 
     /// Brings some rows of a tensor's first dimension to the card, packed one after the other in the order
@@ -218,6 +226,20 @@ impl PagedModel {
         reclaim::replan(core, &mut control, self.id, false)
     }
 
+    /// Tells how long the compute of a pass takes per GiB of weights, see
+    /// [`super::ModelOptions::compute_per_gib`].
+    pub fn set_compute_per_gib(&self, compute: Option<Duration>) -> Result<(), PagerError> {
+        let core = self.core();
+        let mut control = core.control.lock();
+        let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        if model.compute_per_gib == compute {
+            return Ok(());
+        }
+        model.compute_per_gib = compute;
+        model.chosen_frames = None;
+        reclaim::replan(core, &mut control, self.id, true)
+    }
+
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
     pub fn prefetch_all(&self) -> Result<(), PagerError> {
         let stream = self.pager.stream()?;
@@ -231,8 +253,11 @@ impl PagedModel {
                 })
             };
             if stays {
-                let streamed =
-                    if self.pin_span(span, &stream, set.as_ref())? { Streamed::All } else { Streamed::None };
+                let streamed = if self.pin_span(span, &stream, set.as_ref(), Patience::None)? {
+                    Streamed::All
+                } else {
+                    Streamed::None
+                };
                 let unit = self.layout.spans()[span as usize].unit;
                 Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
             }
@@ -292,24 +317,28 @@ impl PagedModel {
         piece: u32,
         stream: &PagerStream,
         set: Option<&Arc<PatchSet>>,
+        patience: Patience,
     ) -> Result<Pinned, PagerError> {
         self.check_stream(stream)?;
         let spans = self.spans(unit)?;
         let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
             return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
         };
-        let streamed = if self.pin_span(span, stream, set)? { Streamed::All } else { Streamed::None };
+        let streamed =
+            if self.pin_span(span, stream, set, patience)? { Streamed::All } else { Streamed::None };
         Ok(Pinned { unit, spans: span..span + 1, streamed })
     }
 
     pub(super) fn when_free<T>(
         &self,
         deadline: Instant,
-        mut fault: impl FnMut() -> Result<T, PagerError>,
+        mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
         loop {
-            let held = match fault() {
+            // A guard that is held for long must not stop a fault that could go another way.
+            let patience = if began.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
             };
@@ -331,12 +360,16 @@ impl PagedModel {
         unit: UnitId,
         stream: &PagerStream,
         set: Option<&Arc<PatchSet>>,
+        patience: Patience,
     ) -> Result<Pinned, PagerError> {
         self.check_stream(stream)?;
         let spans = self.spans(unit)?;
         if spans.end - spans.start == 1 {
-            let streamed =
-                if self.pin_span(spans.start, stream, set)? { Streamed::All } else { Streamed::None };
+            let streamed = if self.pin_span(spans.start, stream, set, patience)? {
+                Streamed::All
+            } else {
+                Streamed::None
+            };
             return Ok(Pinned { unit, spans, streamed });
         }
         if self.pin_all_if_resident(&spans, set) {
@@ -346,7 +379,7 @@ impl PagedModel {
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
         for span in spans.clone() {
-            match self.pin_span(span, stream, set) {
+            match self.pin_span(span, stream, set, patience) {
                 Ok(slow) => streamed.push(slow),
                 Err(error) => {
                     let done = Pinned { unit, spans: spans.start..span, streamed: Streamed::Some(streamed) };
@@ -379,22 +412,27 @@ impl PagedModel {
         span: u32,
         stream: &PagerStream,
         set: Option<&Arc<PatchSet>>,
+        patience: Patience,
     ) -> Result<bool, PagerError> {
         if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
             self.hits.add(stream.slot());
             return Ok(false);
         }
-        fault::fault_span(self, span, stream, set)
+        fault::fault_span(self, span, stream, set, patience)
     }
 
     /// A unit of several spans is faulted whole: from now on the ring is made for it.
     fn fault_whole(&self, unit: UnitId) -> Result<(), PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
+        let bytes = self.layout.units()[unit.index()].bytes.clone();
+        if u64::from(control.budget) * core.page_bytes < bytes.end - bytes.start {
+            // A refusal should give the figures of now.
+            reclaim::refresh_budget(core, &mut control, true)?;
+        }
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let known = model.whole_units.contains(&unit.0);
-        let bytes = self.layout.units()[unit.index()].bytes.clone();
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) {
             return Err(PagerError::NeverFits {

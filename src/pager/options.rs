@@ -2,6 +2,8 @@
 
 #![deny(unsafe_code)]
 
+use std::time::Duration;
+
 use super::plan::RingSize;
 use crate::weights::Dtype;
 
@@ -52,4 +54,7 @@ pub struct ModelOptions {
     /// dimension; `None` cuts a unit of more than half of what the card can give into pieces of a
     /// sixteenth of it.
     pub piece_bytes: Option<u64>,
+    /// How long the compute of a pass takes per GiB of weights, if known: with it ring and resident pages
+    /// are chosen for this runner, otherwise for one whose compute takes as long as its copies.
+    pub compute_per_gib: Option<Duration>,
 }

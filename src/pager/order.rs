@@ -187,7 +187,8 @@ impl OrderLearner {
         self.pass = self.pass.wrapping_add(1).max(2);
         *seen = self.pass;
         let mut recorded = std::mem::take(&mut self.recorded);
-        let learned = match reordered(known, &recorded) {
+        let another = reordered(known, &recorded).filter(|_| first || !is_rotation(known, &recorded));
+        let learned = match another {
             // The first pass is believed at once. Later ones only if two in a row agree: threads that share
             // a model take its units in a slightly different order each time.
             Some(order) if first || agree(&self.candidate, &recorded) => Learned::NewOrder(order),
@@ -224,6 +225,17 @@ impl OrderLearner {
         order.retain(|span| self.seen.get(*span as usize).is_some_and(|seen| *seen != 0));
         Learned::NewOrder(order)
     }
+}
+
+/// Whether `recorded` is the known order begun elsewhere. A pass ends for us where a span comes again, and
+/// that place moves when other pages than before stay on the card; the runner's order is still the same.
+fn is_rotation(known: &PassOrder, recorded: &[u32]) -> bool {
+    let drop = |pair: &[u32]| known.position(pair[0]).saturating_sub(known.position(pair[1]));
+    let Some((seam, _)) = recorded.windows(2).enumerate().max_by_key(|(_, pair)| drop(pair)) else {
+        return true;
+    };
+    let (end, start) = recorded.split_at(seam + 1);
+    reordered(known, &[start, end].concat()).is_none()
 }
 
 /// Whether two passes went in one order; what only one of them saw does not count.
@@ -331,12 +343,12 @@ mod tests {
         };
         assert_eq!(pass(&mut learner, &known, [0, 1, 2, 3]), None);
         assert_eq!(pass(&mut learner, &known, [3, 1, 0, 2]), Some(Learned::PassEnded));
-        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
-        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
-        let learned = pass(&mut learner, &known, [3, 0, 1, 2]);
-        assert_eq!(learned, Some(Learned::NewOrder(vec![3, 0, 1, 2])));
-        known = order(vec![3, 0, 1, 2]);
-        assert_eq!(pass(&mut learner, &known, [3, 0, 1, 2]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
+        assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
+        let second = pass(&mut learner, &known, [3, 2, 0, 1]);
+        assert_eq!(second, Some(Learned::NewOrder(vec![3, 2, 0, 1])));
+        known = order(vec![3, 2, 0, 1]);
+        assert_eq!(pass(&mut learner, &known, [3, 2, 0, 1]), Some(Learned::PassEnded));
     }
 
     #[test]
@@ -347,6 +359,24 @@ mod tests {
             learner.note(span, &known);
         }
         assert_eq!(learner.note(4, &known), Learned::NewOrder(vec![4, 1, 2, 3, 0]));
+    }
+
+    #[test]
+    fn a_pass_that_is_seen_to_begin_elsewhere_is_no_new_order() {
+        let known = order((0..40).collect());
+        let mut learner = OrderLearner::new(40);
+        for _ in 0..2 {
+            (0..40).for_each(|span| drop(learner.note(span, &known)));
+        }
+        // From here on other spans are missed: the record goes on from 7 and wraps at 5.
+        for _ in 0..4 {
+            for span in [5, 7, 9, 11, 30] {
+                assert!(!matches!(learner.note(span, &known), Learned::NewOrder(_)));
+            }
+            for span in [7, 9, 11, 30, 5] {
+                assert!(!matches!(learner.note(span, &known), Learned::NewOrder(_)));
+            }
+        }
     }
 
     #[test]

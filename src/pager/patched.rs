@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::claim::Patience;
 use super::error::PagerError;
 use super::guard::{Guard, OwnedGuard};
 use super::model::PagedModel;
@@ -31,7 +32,7 @@ impl<'m> PatchedModel<'m> {
     /// # Errors
     /// Also [`PagerError::OldVersionHeld`] while a guard of another version of the unit is held.
     pub fn fault(&self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
-        let pinned = self.model.pin_unit(unit, stream, Some(self.set))?;
+        let pinned = self.model.pin_unit(unit, stream, Some(self.set), Patience::None)?;
         Ok(Guard::new(self.model, stream, pinned))
     }
 
@@ -42,7 +43,10 @@ impl<'m> PatchedModel<'m> {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.model.when_free(deadline, || self.fault(unit, stream))
+        self.model.when_free(deadline, |patience| {
+            let pinned = self.model.pin_unit(unit, stream, Some(self.set), patience)?;
+            Ok(Guard::new(self.model, stream, pinned))
+        })
     }
 
     /// As [`PagedModel::fault_piece`].
@@ -52,7 +56,7 @@ impl<'m> PatchedModel<'m> {
         piece: u32,
         stream: &'m PagerStream,
     ) -> Result<Guard<'m>, PagerError> {
-        let pinned = self.model.pin_piece(unit, piece, stream, Some(self.set))?;
+        let pinned = self.model.pin_piece(unit, piece, stream, Some(self.set), Patience::None)?;
         Ok(Guard::new(self.model, stream, pinned))
     }
 
@@ -76,7 +80,7 @@ impl PagedModel {
         unit: UnitId,
         stream: &Arc<PagerStream>,
     ) -> Result<OwnedGuard, PagerError> {
-        let pinned = self.pin_unit(unit, stream, set)?;
+        let pinned = self.pin_unit(unit, stream, set, Patience::None)?;
         Ok(OwnedGuard::new(Arc::clone(self), Arc::clone(stream), pinned))
     }
 }

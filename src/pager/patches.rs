@@ -190,7 +190,7 @@ impl DevicePatches {
         if padded == 0 {
             return Ok(Self { set: Arc::clone(set), by_tensor: BTreeMap::new(), _factors: None });
         }
-        let factors = super::pager::allocate_on(core, stream, padded)?;
+        let factors = super::card::allocate_on(core, stream, padded)?;
         let mut offset = 0;
         let mut by_tensor: BTreeMap<TensorId, Vec<DevicePatch>> = BTreeMap::new();
         for patch in set.by_tensor.values().flatten() {

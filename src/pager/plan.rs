@@ -36,7 +36,10 @@ pub enum RingSize {
 }
 
 /// Ring sizes that are tried, in quarters of the largest streamed part.
-const TRIED: [u32; 6] = [5, 6, 8, 10, 11, 12];
+const TRIED: [u32; 8] = [4, 5, 6, 7, 8, 9, 10, 12];
+
+/// Ways to spread compute that a choice is averaged over.
+const SEEDS: u32 = 4;
 
 /// The most units that are tried to be kept whole.
 const KEPT_WHOLE: usize = 4;
@@ -109,24 +112,27 @@ pub(crate) struct Choice {
 /// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages with some
 /// of them kept first; `span_pages` a span's pages.
 ///
-/// The link copies one page a unit of time, and the spans' compute takes as long as the pages that no card
-/// of this size could hold, unevenly spread: the hardest case, and the one in which ring sizes differ.
+/// The link copies one page a unit of time. The spans' compute takes `compute` such units in all, unevenly
+/// spread in several seeded ways; `None` takes as many as there are pages that no card of this size could
+/// hold: the hardest case, and the one in which ring sizes differ most.
 pub(crate) fn choose(
     order_with: impl Fn(&[Range<u32>]) -> PassOrder,
     groups: &[Range<u32>],
     span_pages: impl Fn(u32) -> Range<u32>,
     frames: u32,
+    compute: Option<f64>,
 ) -> Choice {
     let mut best = Choice { whole: Vec::new(), ring: RingSize::Quarters(8) };
-    let plain = order_with(&[]);
-    let pages = u32::try_from(plain.pages().len()).unwrap_or(u32::MAX);
-    if pages <= frames || plain.pages().len() > MODELLED_PAGES {
+    let unkept = order_with(&[]);
+    let pages = u32::try_from(unkept.pages().len()).unwrap_or(u32::MAX);
+    if pages <= frames || unkept.pages().len() > MODELLED_PAGES {
         return best;
     }
     let mut large: Vec<Range<u32>> =
         groups.iter().filter(|pages| pages.end - pages.start <= frames / 2).cloned().collect();
     large.sort_by_key(|pages| std::cmp::Reverse(pages.end - pages.start));
     large.truncate(KEPT_WHOLE);
+    let compute = compute.unwrap_or(f64::from(pages - frames));
     let mut shortest = f64::INFINITY;
     for kept in 0..=large.len() {
         let whole = &large[..kept];
@@ -135,7 +141,7 @@ pub(crate) fn choose(
             break;
         }
         let order = if kept == 0 { None } else { Some(order_with(whole)) };
-        let order = order.as_ref().unwrap_or(&plain);
+        let order = order.as_ref().unwrap_or(&unkept);
         let mut last = None;
         for quarters in TRIED {
             let ring = RingSize::Quarters(quarters);
@@ -143,7 +149,8 @@ pub(crate) fn choose(
             if plan.resident < kept_pages || last.replace(plan) == Some(plan) {
                 continue;
             }
-            let time = modelled_pass(order, &span_pages, plan, pages - frames);
+            let time: f64 =
+                (0..SEEDS).map(|seed| modelled_pass(order, &span_pages, plan, compute, seed)).sum();
             // A larger ring, or a unit kept whole, must gain something.
             if time < shortest * 0.998 {
                 shortest = time;
@@ -159,7 +166,8 @@ fn modelled_pass(
     order: &PassOrder,
     span_pages: &impl Fn(u32) -> Range<u32>,
     plan: Plan,
-    missing: u32,
+    compute_total: f64,
+    seed: u32,
 ) -> f64 {
     const PASSES: usize = 3;
     let streamed: Vec<u32> =
@@ -175,13 +183,13 @@ fn modelled_pass(
     let mut weights = Vec::with_capacity(order.spans().len());
     for (position, &span) in (0_u32..).zip(order.spans()) {
         let pages = span_pages(span);
-        weights.push(f64::from(pages.end - pages.start) * unevenness(span));
+        weights.push(f64::from(pages.end - pages.start) * unevenness(span, seed));
         for page in pages {
             last_use[page as usize] = position;
         }
     }
     let total: f64 = weights.iter().sum();
-    let scale = f64::from(missing) / total.max(f64::MIN_POSITIVE);
+    let scale = compute_total / total.max(f64::MIN_POSITIVE);
     let mut slot_free = vec![0.0_f64; plan.ring as usize + 1];
     let mut arrived = vec![0.0_f64; streamed.len()];
     let (mut link, mut compute, mut pass_began) = (0.0_f64, 0.0_f64, 0.0_f64);
@@ -217,9 +225,9 @@ fn modelled_pass(
     compute - pass_began
 }
 
-/// A factor between 0.25 and 4 for a span's compute, always the same for the same span.
-fn unevenness(span: u32) -> f64 {
-    let mixed = (u64::from(span) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+/// A factor between 0.25 and 4 for a span's compute, always the same for the same span and seed.
+fn unevenness(span: u32, seed: u32) -> f64 {
+    let mixed = (u64::from(span) + 1 + (u64::from(seed) << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     0.25 + 3.75 * (f64::from(u32::try_from(mixed >> 32).unwrap_or(0)) / f64::from(u32::MAX))
 }
@@ -296,7 +304,7 @@ mod tests {
         };
         let groups: Vec<Range<u32>> = (0..62).map(pages).collect();
         let choice =
-            choose(|whole| PassOrder::new((0..62).collect(), 440, pages, whole), &groups, pages, 300);
+            choose(|whole| PassOrder::new((0..62).collect(), 440, pages, whole), &groups, pages, 300, None);
         assert_eq!(choice.whole.len(), 2, "{choice:?}");
     }
 }

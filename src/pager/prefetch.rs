@@ -80,10 +80,7 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
         // A change of plan is carried out by the fault itself, not ahead of it.
         return false;
     }
-    let info = control.frames.info(frame);
-    let lap = 2 * u64::try_from(control.frames.ring.len()).unwrap_or(u64::MAX);
-    let old = control.page_loads - info.loaded_at > lap;
-    if !(info.consumed || info.content.is_none() || old) || info.loading != 0 {
+    if !claim::is_spare(control, frame) || control.frames.info(frame).loading != 0 {
         return false;
     }
     // The spans of the page itself must not be under way: their fault claims for itself.
@@ -95,9 +92,7 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
     if claim::remap(control, id, page, frame, &mut mapped).is_err()
         || claim::set_access(control, id, &mapped).is_err()
     {
-        for page in mapped {
-            let _ = claim::unmap(control, id, page);
-        }
+        claim::drop_mappings(control, id, &mapped);
         return false;
     }
     let _ = core;

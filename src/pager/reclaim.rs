@@ -18,9 +18,13 @@ use super::order::PassOrder;
 use super::plan::{RingSize, choose, plan};
 use super::ring;
 use crate::device::DeviceError;
+use crate::units::{GIB, Rate};
 
 /// How old a look at the device's memory may be while faults go on.
 const BUDGET_AGE: Duration = Duration::from_millis(2);
+
+/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
+const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -98,14 +102,10 @@ pub(super) fn obtain(
         return Ok(Some(frame));
     }
     if control.frames.count() + reserve < control.budget {
-        match control.frames.create(role) {
-            Ok(frame) => return Ok(Some(frame)),
-            Err(error) if error.is_out_of_memory() => {
-                // Somebody took memory since the last look: the budget was wrong.
-                refresh_budget(core, control, true)?;
-                control.budget = control.budget.min(control.frames.count());
-            }
-            Err(error) => return Err(error.into()),
+        match create(core, control, role)? {
+            Some(frame) => return Ok(Some(frame)),
+            // Somebody took memory since the last look, and there is none.
+            None => control.budget = control.budget.min(control.frames.count()),
         }
     }
     let below = match from {
@@ -115,6 +115,22 @@ pub(super) fn obtain(
     };
     if evict_one(control, below)?.is_some() {
         return Ok(control.frames.take_idle(role));
+    }
+    Ok(None)
+}
+
+/// A new frame within the budget; `None` if the device has no memory after all. Asked twice, since what
+/// somebody took for a moment must not count as gone.
+fn create(core: &Core, control: &mut Control, role: Role) -> Result<Option<u32>, PagerError> {
+    for _ in 0..2 {
+        match control.frames.create(role) {
+            Ok(frame) => return Ok(Some(frame)),
+            Err(error) if error.is_out_of_memory() => refresh_budget(core, control, true)?,
+            Err(error) => return Err(error.into()),
+        }
+        if control.frames.count() >= control.budget {
+            break;
+        }
     }
     Ok(None)
 }
@@ -213,7 +229,7 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     // Where it does not fit, at least the others' ring is there already, and cannot be resident pages.
     let frames_planned = if fits_beside { frames } else { frames.min(pages.saturating_sub(1)) };
     if core.options.ring == RingSize::Modelled && !fits_beside {
-        choose_anew(model, frames_planned);
+        choose_anew(core, model, frames_planned);
     }
     let mut new = plan(&model.order, &model.groups, frames_planned, model.choice.ring);
     if !fits_beside {
@@ -246,7 +262,7 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
 }
 
 /// Makes the choice of ring and of units kept whole anew, if the frames changed by more than 2 % since.
-fn choose_anew(model: &mut ModelState, frames: u32) {
+fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= chosen / 50) {
         return;
     }
@@ -256,7 +272,12 @@ fn choose_anew(model: &mut ModelState, frames: u32) {
     let spans = model.order.spans().to_vec();
     let order_with =
         |whole: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, whole);
-    let choice = choose(order_with, &model.groups, pages_of, frames);
+    // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
+    let compute = model.compute_per_gib.map(|per_gib| {
+        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
+        f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
+    });
+    let choice = choose(order_with, &model.groups, pages_of, frames, compute);
     let other_order = choice.whole != model.choice.whole;
     model.choice = choice;
     if other_order {
@@ -364,6 +385,12 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
     if let Some(model) = control.model_mut(id) {
         model.promoted = true;
     }
+    // A ring that grew around guards, and then went a pass without growing, goes back to its planned size;
+    // the pages that gave up their frames for it come back.
+    let planned = control.models.iter().flatten().map(|model| model.plan.ring).max().unwrap_or(0);
+    if !std::mem::take(&mut control.ring_grew) && control.frames.ring.len() > planned as usize {
+        shrink_ring(control, planned)?;
+    }
     replan(core, control, id, false)
 }
 
@@ -402,10 +429,11 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
     let mut result = Ok(());
-    match streams.fences(used, engine) {
+    // Two tries each: what is not waited for here could not be unmapped, and would be lost for good.
+    match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
         Ok(fences) => {
             for fence in fences {
-                result = result.and(fence.wait());
+                result = result.and(fence.wait().or_else(|_| fence.wait()));
             }
         }
         Err(error) => result = Err(error),
@@ -415,7 +443,7 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
             continue;
         }
         let info = frames.info_mut(entry.frame);
-        result = result.and(info.wait_quiet());
+        result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
         info.mapped -= 1;
         if info.content == (PageKey { model: id, page }) {
             info.clear_content();

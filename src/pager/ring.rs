@@ -56,7 +56,7 @@ mod tests {
                     used.sort_unstable();
                     used.dedup();
                     // Where passes meet a run wraps from the last lap into the first.
-                    assert!(used.len() as u32 >= part.min(streamed / streamed.div_ceil(slots)));
+                    assert!(used.len() >= part.min(streamed / streamed.div_ceil(slots)) as usize);
                 }
             }
         }

@@ -111,32 +111,47 @@ pub(super) fn fault_rows<'m>(
     };
     let start = guard.allocation.range().start;
     let capacity = u64::from(core.arena.run_slots()) * core.page_bytes;
-    let rows_each = (capacity / row_bytes).max(1);
+    // Whole rows as far as a buffer takes them; a row that is longer goes in several buffers.
+    let each = if row_bytes <= capacity { capacity / row_bytes * row_bytes } else { capacity };
+    // The row at hand, as it is on the card, and its place among those asked for.
+    let mut at_hand: Option<(u64, Vec<u8>)> = None;
     let mut done = 0_u64;
-    while done < rows.len() as u64 {
-        if row_bytes > capacity {
-            return Err(PagerError::InvalidArgument {
-                what: "fault_rows",
-                why: format!("a row of {row_bytes} bytes exceeds a staging buffer of {capacity}"),
-            });
-        }
-        let part = rows_each.min(rows.len() as u64 - done);
-        let slots = u32::try_from((part * row_bytes).div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
+    while done < bytes {
+        let row_rest = row_bytes - done % row_bytes;
+        let part = each.min(if row_bytes <= capacity { bytes - done } else { row_rest });
+        let slots = u32::try_from(part.div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
         let mut buffer = super::load::take_buffer(core, slots)?;
+        let mut file_bytes = 0;
         let available = if core.device.info().keeps_bytes {
             let target = buffer.bytes_mut()?;
-            let wanted = rows.iter().skip(usize::try_from(done).unwrap_or(usize::MAX));
-            for (row, place) in wanted
-                .zip(target.chunks_exact_mut(usize::try_from(row_bytes).unwrap_or(usize::MAX)))
-                .take(usize::try_from(part).unwrap_or(usize::MAX))
-            {
-                read_row(model, tensor, *row, set, place)?;
+            let mut filled = 0_u64;
+            while filled < part {
+                let (number, within) = ((done + filled) / row_bytes, (done + filled) % row_bytes);
+                let length = (row_bytes - within).min(part - filled);
+                let row = match at_hand.take() {
+                    Some((hand, row)) if hand == number => row,
+                    _ => {
+                        let Some(&row) = usize::try_from(number).ok().and_then(|at| rows.get(at)) else {
+                            break;
+                        };
+                        file_bytes += file_row;
+                        verify::rows_on_card(model, tensor, &(row..row + 1), set)?
+                    }
+                };
+                // Neither lacks: the part lies in the buffer, and `length` ends within the row.
+                if let Some(place) = slice_of(filled, length).and_then(|range| target.get_mut(range))
+                    && let Some(from) = slice_of(within, length).and_then(|range| row.get(range))
+                {
+                    place.copy_from_slice(from);
+                }
+                at_hand = Some((number, row));
+                filled += length;
             }
-            core.device.schedule_read(part * file_row)
+            core.device.schedule_read(file_bytes)
         } else {
             core.device.now()
         };
-        let to = DeviceRange::new(start.offset(done * row_bytes), part * row_bytes);
+        let to = DeviceRange::new(start.offset(done), part);
         // On the runner's own stream, so that what is launched next finds the rows.
         // SAFETY: the source lies in the buffer, which is given this copy's fence below before it is let go;
         // the target lies in the allocation, which the guard frees in the order of the same stream.
@@ -150,24 +165,14 @@ pub(super) fn fault_rows<'m>(
             }
         }
         if let Some(state) = control.model_mut(model.id()) {
-            state.counts.copied_bytes += part * row_bytes;
-            state.counts.file_bytes += part * file_row;
+            state.counts.copied_bytes += part;
+            state.counts.file_bytes += file_bytes;
         }
         done += part;
     }
     Ok(guard)
 }
 
-/// Reads one row as it is on the card: cast and patched.
-fn read_row(
-    model: &PagedModel,
-    tensor: TensorId,
-    row: u64,
-    set: Option<&Arc<PatchSet>>,
-    into: &mut [u8],
-) -> Result<(), PagerError> {
-    let rows = row..row + 1;
-    let bytes = verify::rows_on_card(model, tensor, &rows, set)?;
-    into.copy_from_slice(&bytes);
-    Ok(())
+fn slice_of(start: u64, length: u64) -> Option<std::ops::Range<usize>> {
+    Some(usize::try_from(start).ok()?..usize::try_from(start + length).ok()?)
 }

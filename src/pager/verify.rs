@@ -81,7 +81,7 @@ impl Verifier {
         let place = self.model.layout().tensor_at(tensor);
         // In steps of whole words, so that the parts' sums add up to the whole's.
         let row = place.bytes / count;
-        let step = if row == 0 || row % 8 != 0 { count } else { (READ_BYTES / row).max(1) };
+        let step = if row == 0 || !row.is_multiple_of(8) { count } else { (READ_BYTES / row).max(1) };
         let mut sum = 0_u64;
         let mut at = rows.start;
         while at < rows.end {

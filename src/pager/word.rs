@@ -151,8 +151,7 @@ impl SpanWord {
             match SpanState::of(word) {
                 // A transient pin of a fault that is about to go the slow way does not hold anything, and a
                 // real claim on an absent span is made under the control lock, as arriving.
-                SpanState::Absent => return true,
-                SpanState::Leaving => return true,
+                SpanState::Absent | SpanState::Leaving => return true,
                 SpanState::Ready | SpanState::Arriving if word & PINS != 0 => return false,
                 SpanState::Ready | SpanState::Arriving => {}
             }

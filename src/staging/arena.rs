@@ -167,18 +167,11 @@ impl Arena {
         let slots = slots.clamp(1, self.run_slots);
         let mut state = self.state.lock();
         state.sweep()?;
-        let run = match state.find(slots) {
-            Some(run) => run,
-            None => {
-                if !self.grow(&mut state)? {
-                    return Ok(None);
-                }
-                match state.find(slots) {
-                    Some(run) => run,
-                    None => return Ok(None),
-                }
-            }
-        };
+        let mut found = state.find(slots);
+        if found.is_none() && self.grow(&mut state)? {
+            found = state.find(slots);
+        }
+        let Some(run) = found else { return Ok(None) };
         state.used_slots += u64::from(slots);
         let Some(block) = state.blocks.get(run.block as usize).and_then(Option::as_ref) else {
             return Ok(None);

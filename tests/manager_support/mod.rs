@@ -110,6 +110,7 @@ pub(crate) enum Call {
 }
 
 /// How a probe misbehaves.
+#[allow(clippy::struct_excessive_bools, reason = "each is one way to fail")]
 #[derive(Default)]
 pub(crate) struct Script {
     pub(crate) fail_load: bool,
@@ -284,6 +285,11 @@ impl Random {
     /// A number below `bound`, which is not 0.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
+    }
+
+    /// An index into `len` things, of which there is at least one.
+    pub(crate) fn index(&mut self, len: usize) -> usize {
+        usize::try_from(self.next() % u64::try_from(len).unwrap()).unwrap()
     }
 
     pub(crate) fn one_in(&mut self, chances: u64) -> bool {

@@ -115,6 +115,7 @@ impl CudaDevice {
             granularity,
             virtual_memory: virtual_memory.is_ok(),
             host_addressable: false,
+            link: None,
             keeps_bytes: true,
         };
         Ok(Arc::new(Self {

@@ -301,6 +301,7 @@ impl EmulatedDevice {
                 granularity: page_bytes,
                 virtual_memory: true,
                 host_addressable: options.keeps_bytes,
+                link: Some(options.link),
                 keeps_bytes: options.keeps_bytes,
             },
             shared: Arc::new(Shared {

@@ -68,7 +68,7 @@ impl Pager {
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
         let info = device.info();
         let page_bytes = options.page_bytes.unwrap_or(info.granularity);
-        if page_bytes == 0 || page_bytes % info.granularity != 0 {
+        if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {
             return Err(PagerError::InvalidArgument {
                 what: "page size",
                 why: format!(
@@ -106,6 +106,9 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             cached_bytes: 0,
+            under_way: 0,
+            refused: false,
+            ring_grew: false,
             scratch: Vec::new(),
         };
         let core = Core {
@@ -201,6 +204,7 @@ impl Pager {
             plan: Plan::default(),
             choice: Choice { whole: Vec::new(), ring: core.options.ring },
             chosen_frames: None,
+            compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
             dealt_ring: u32::MAX,
@@ -214,18 +218,16 @@ impl Pager {
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,
+            inaccessible: HashSet::new(),
             attached: None,
             stale: HashSet::new(),
         };
-        let id = match control.models.iter().position(Option::is_none) {
-            Some(place) => {
-                control.models[place] = Some(Box::new(state));
-                place
-            }
-            None => {
-                control.models.push(Some(Box::new(state)));
-                control.models.len() - 1
-            }
+        let id = if let Some(place) = control.models.iter().position(Option::is_none) {
+            control.models[place] = Some(Box::new(state));
+            place
+        } else {
+            control.models.push(Some(Box::new(state)));
+            control.models.len() - 1
         };
         let id = u32::try_from(id).unwrap_or(u32::MAX);
         let planned = reclaim::refresh_budget(core, &mut control, true)
@@ -319,6 +321,13 @@ pub(super) fn allocate_on(
         Err(error) if error.is_out_of_memory() => {
             {
                 let mut control = core.control.lock();
+                // What could never be had must not empty the card first.
+                reclaim::refresh_budget(core, &mut control, true)?;
+                let pool = core.device.pool_figures()?;
+                let idle = pool.reserved.saturating_sub(pool.used);
+                if bytes > u64::from(control.budget) * core.page_bytes + idle {
+                    return Err(error.into());
+                }
                 // The pool grows in whole pages, and may need one more than the bytes say.
                 reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
                 control.budget_read_at = None;

@@ -14,33 +14,45 @@ use super::patches::DevicePatch;
 use crate::device::{DeviceError, PatchPart, PoolAllocation, cast_kernel, cast_launch, patch_launch};
 use crate::staging::StagingBuffer;
 use crate::transfer::{Batch, float_type, is_cast_on_card};
-use crate::units::{DeviceRange, ModelTime};
+use crate::units::{DeviceAddress, DeviceRange, ModelTime};
 use crate::weights::Extent;
 
 /// A gap of at most this many bytes between two tensors is copied along with them.
 const COPIED_GAP: u64 = 4096;
 
+/// Where model addresses lie on the card: `first` at `start`, and those after it behind that.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) start: DeviceAddress,
+    pub(super) first: u64,
+}
+
+impl Target {
+    fn range(self, at: u64, bytes: u64) -> DeviceRange {
+        DeviceRange::new(self.start.offset(at - self.first), bytes)
+    }
+}
+
 /// Enqueues what brings the model addresses `run` to the card; answers the bytes that cross the link.
-/// `source` holds the pages from the given one on; a device without bytes has none.
+/// `source` holds the model addresses from the given one on; a device without bytes has none.
 pub(super) fn copy_run(
     batch: &Batch<'_>,
     model: &ModelState,
     scratch: &[PoolAllocation],
+    target: Target,
     run: Range<u64>,
-    source: Option<(&StagingBuffer, u32)>,
+    source: Option<(&StagingBuffer, u64)>,
     available: ModelTime,
-    page_bytes: u64,
 ) -> Result<u64, DeviceError> {
-    let base = model.range.range().start;
     let copy = |to: DeviceRange, at: u64| match source {
-        Some((buffer, first)) => batch.copy(to, buffer, at - u64::from(first) * page_bytes, available),
+        Some((buffer, first)) => batch.copy(to, buffer, at - first, available),
         None => batch.copy_without_bytes(to, available),
     };
     let mut bytes = 0;
     let mut plain: Option<Range<u64>> = None;
     let flush = |plain: &mut Option<Range<u64>>, bytes: &mut u64| -> Result<(), DeviceError> {
         if let Some(part) = plain.take() {
-            let to = DeviceRange::new(base.offset(part.start), part.end - part.start);
+            let to = target.range(part.start, part.end - part.start);
             copy(to, part.start)?;
             *bytes += to.bytes;
         }
@@ -50,7 +62,7 @@ pub(super) fn copy_run(
         let end = extent.at + extent.device_bytes;
         if is_cast_on_card(&extent) {
             flush(&mut plain, &mut bytes)?;
-            cast_into_place(batch, model, scratch, &extent, run.start, &copy)?;
+            cast_into_place(batch, scratch, target, &extent, run.start, &copy)?;
             bytes += extent.file_bytes;
             continue;
         }
@@ -66,7 +78,7 @@ pub(super) fn copy_run(
     if let Some(attached) = &model.attached {
         for extent in model.layout.extents(run) {
             for patch in attached.by_tensor.get(&extent.tensor).into_iter().flatten() {
-                patch_part(batch, model, &extent, patch)?;
+                patch_part(batch, model, target, &extent, patch)?;
             }
         }
     }
@@ -76,8 +88,8 @@ pub(super) fn copy_run(
 /// Copies a narrow extent to the scratch memory of the batch's stream and casts it from there.
 fn cast_into_place(
     batch: &Batch<'_>,
-    model: &ModelState,
     scratch: &[PoolAllocation],
+    target: Target,
     extent: &Extent,
     run_start: u64,
     copy: &impl Fn(DeviceRange, u64) -> Result<(), DeviceError>,
@@ -93,9 +105,9 @@ fn cast_into_place(
     let name = cast_kernel(from, to).ok_or_else(|| refuse(format!("nothing casts {from} to {to}")))?;
     copy(landing, extent.at)?;
     let kernel = batch.kernel(name)?;
-    let into = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let into = target.range(extent.at, extent.device_bytes);
     let launch = cast_launch(kernel, landing, extent.file_bytes / from.bytes(), into);
-    // SAFETY: the target is a claimed, mapped page that nobody uses before the batch's fence; the scratch
+    // SAFETY: the target is a claimed, mapped page, or a claimed block, that nobody uses before the batch's fence; the scratch
     // memory belongs to this stream, whose next use comes after this kernel.
     unsafe { batch.launch(&launch) }
 }
@@ -104,6 +116,7 @@ fn cast_into_place(
 fn patch_part(
     batch: &Batch<'_>,
     model: &ModelState,
+    target: Target,
     extent: &Extent,
     patch: &DevicePatch,
 ) -> Result<(), DeviceError> {
@@ -115,9 +128,9 @@ fn patch_part(
         rank: patch.rank,
         scale: patch.scale,
     };
-    let weight = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let weight = target.range(extent.at, extent.device_bytes);
     let launch = patch_launch(patch.kernel, weight, part, patch.up, patch.down);
-    // SAFETY: the weight is a claimed, mapped page that nobody uses before the batch's fence; the factors
+    // SAFETY: the weight is a claimed, mapped page, or a claimed block, that nobody uses before the batch's fence; the factors
     // live until the set is detached, which drains the copy streams first.
     unsafe { batch.launch(&launch) }
 }

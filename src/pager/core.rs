@@ -23,6 +23,7 @@ use super::load::Loads;
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
 use super::patches::{DevicePatches, PatchSet};
+use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::streams::StreamTable;
 use super::word::SpanWord;
@@ -73,6 +74,8 @@ pub(super) struct Control {
     pub(super) refused: bool,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
+    /// The blocks of a card without virtual memory calls, in the place of frames and ring.
+    pub(super) plain: Option<Plain>,
     /// One for each copy stream, where what is cast on the card lands.
     pub(super) scratch: Vec<PoolAllocation>,
 }
@@ -106,7 +109,10 @@ pub(super) struct ModelState {
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
     pub(super) words: Arc<[Padded<SpanWord>]>,
-    pub(super) range: AddressRange,
+    /// Its addresses; none on a card without virtual memory calls.
+    pub(super) range: Option<AddressRange>,
+    /// Its blocks, on a card without virtual memory calls.
+    pub(super) plain: Option<PlainModel>,
     pub(super) pages: Vec<Page>,
     pub(super) order: PassOrder,
     pub(super) learner: OrderLearner,
@@ -252,15 +258,18 @@ impl Control {
         for (id, model) in (0..).zip(&self.models) {
             if let Some(model) = model
                 && id != asking
-                && model.resident > 0
             {
-                holders.push((model.name.clone(), u64::from(model.resident) * core.page_bytes));
+                let bytes = u64::from(model.resident) * core.page_bytes + plain::bytes_of_model(self, id);
+                if bytes > 0 {
+                    holders.push((model.name.clone(), bytes));
+                }
             }
         }
+        let blocks = self.plain.as_ref().map_or(0, Plain::held);
         if let Ok(pool) = core.device.pool_figures()
-            && pool.reserved > 0
+            && pool.reserved > blocks
         {
-            holders.push(("activations".to_owned(), pool.reserved));
+            holders.push(("activations".to_owned(), pool.reserved - blocks));
         }
         let total = core.device.info().total_bytes;
         if let Ok(figures) = core.device.memory() {

@@ -19,6 +19,7 @@ use super::load;
 use super::model::PagedModel;
 use super::order::Learned;
 use super::patches::{DevicePatches, PatchSet};
+use super::plain;
 use super::prefetch;
 use super::reclaim;
 use super::streams::PagerStream;
@@ -60,9 +61,20 @@ pub(super) fn fault_span(
     }
     control.under_way += 1;
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, patience, &mut count)
-        .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
-    {
+    let brought = if control.plain.is_some() {
+        plain::bring(model, &mut control, span).and_then(|brought| {
+            count = match brought {
+                plain::Brought::There => Count::Hit,
+                plain::Brought::Loaded => Count::Loaded,
+                plain::Brought::Streamed => Count::Streamed,
+            };
+            plain::arrive(&mut control, id, span, stream, set).map_err(PagerError::from)
+        })
+    } else {
+        bring(core, &mut control, id, span, patience, &mut count)
+            .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
+    };
+    match brought {
         Ok(()) => {}
         Err(error) => {
             control.under_way -= 1;
@@ -231,6 +243,13 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
             None
         }
     };
+    if control.plain.is_some() {
+        plain::release_streamed(&mut control, id, span, stream, fence.as_ref());
+        control.under_way -= 1;
+        drop(control);
+        core.changed.notify_all();
+        return;
+    }
     {
         let Control { frames, models, .. } = &mut *control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };

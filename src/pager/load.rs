@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::convert;
+use super::convert::{self, Target};
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
@@ -296,6 +296,8 @@ fn copy_pages(
     if wanted.is_empty() {
         return Ok(None);
     }
+    let Some(range) = &model.range else { return Ok(None) };
+    let target = Target { start: range.range().start, first: 0 };
     let batch = engine.begin();
     let mut copied = 0;
     let enqueue = || -> Result<u64, DeviceError> {
@@ -313,7 +315,8 @@ fn copy_pages(
         for run in wanted.chunk_by(|a, b| a + 1 == *b) {
             let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
             let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            bytes += convert::copy_run(&batch, model, scratch, addresses, source, available, page_bytes)?;
+            let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
+            bytes += convert::copy_run(&batch, model, scratch, target, addresses, source, available)?;
         }
         Ok(bytes)
     };
@@ -348,9 +351,7 @@ fn keep_streamed(
     pages: std::ops::Range<u32>,
     buffer: StagingBuffer,
 ) {
-    let limit = core.arena.figures().limit_bytes;
-    // The ring of buffers that reads go through stays free of kept pages.
-    let kept_limit = limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes);
+    let kept_limit = kept_limit(core);
     let mut rest = Some(buffer);
     let mut page = pages.start;
     while let Some(mut buffer) = rest.take() {
@@ -371,6 +372,12 @@ fn keep_streamed(
         }
         page += count;
     }
+}
+
+/// The most bytes of staging memory that may be kept: the ring of buffers that reads go through stays free.
+pub(super) fn kept_limit(core: &Core) -> u64 {
+    let limit = core.arena.figures().limit_bytes;
+    limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes)
 }
 
 /// Gives kept pages of `model` back until `bytes` are free or none is left; answers the bytes.

@@ -6,8 +6,8 @@
 
 #![deny(unsafe_code)]
 
-use super::plan;
 use super::Block;
+use super::plan;
 use crate::device::{DeviceError, PoolAllocation};
 use crate::pager::core::{Control, Core};
 use crate::pager::error::PagerError;
@@ -57,11 +57,7 @@ pub(in crate::pager) fn pass_ended(control: &mut Control) {
 
 /// Gives blocks of at least `bytes` back to the device, of the least important model first; answers the
 /// bytes that it could.
-pub(in crate::pager) fn give_back(
-    core: &Core,
-    control: &mut Control,
-    bytes: u64,
-) -> Result<u64, PagerError> {
+pub(in crate::pager) fn give_back(core: &Core, control: &mut Control, bytes: u64) -> Result<u64, PagerError> {
     let mut freed = 0;
     while freed < bytes {
         match give_up_one(core, control, NONE, None)? {
@@ -111,8 +107,7 @@ fn bytes_for(control: &Control, id: u32) -> u64 {
     let (Some(plain), Some(model)) = (&control.plain, control.model(id)) else { return 0 };
     let kept = |other: u32| {
         other != id
-            && (!model.promoted
-                || control.model(other).is_some_and(|other| other.priority > model.priority))
+            && (!model.promoted || control.model(other).is_some_and(|other| other.priority > model.priority))
     };
     let others: u64 =
         plain.blocks.iter().flatten().filter(|block| kept(block.model)).map(|block| block.bytes).sum();
@@ -275,9 +270,7 @@ fn take_slot(control: &mut Control, id: u32, need: u64) -> Option<u32> {
         .zip(&plain.blocks)
         .filter_map(|(number, block)| block.as_ref().map(|block| (number, block)))
         .filter(|(_, block)| block.model == id && block.info.role == Role::Ring && block.bytes >= need)
-        .map(|(number, block)| {
-            (if block.info.content.is_none() { 0 } else { block.info.loaded_at }, number)
-        })
+        .map(|(number, block)| (if block.info.content.is_none() { 0 } else { block.info.loaded_at }, number))
         .collect();
     slots.sort_unstable();
     for (_, number) in slots {
@@ -311,11 +304,7 @@ fn empty(control: &mut Control, key: PageKey) -> bool {
 
 /// Blocks that may be given up, in the order in which they should: the least important model first; within
 /// one what its plan does not keep, the ring, what it keeps. The asking model's ring goes last.
-fn candidates(
-    control: &Control,
-    asking: u32,
-    may: impl Fn(u32, u64) -> bool,
-) -> Vec<(u64, u8, u32)> {
+fn candidates(control: &Control, asking: u32, may: impl Fn(u32, u64) -> bool) -> Vec<(u64, u8, u32)> {
     let Some(plain) = &control.plain else { return Vec::new() };
     let mut all: Vec<(u64, u8, u32)> = (0_u32..)
         .zip(&plain.blocks)
@@ -347,8 +336,7 @@ fn give_up_one(
     asking: u32,
     below: Option<u64>,
 ) -> Result<u64, PagerError> {
-    for (_, _, block) in
-        candidates(control, asking, |_, priority| below.is_none_or(|below| priority < below))
+    for (_, _, block) in candidates(control, asking, |_, priority| below.is_none_or(|below| priority < below))
     {
         let freed = give_up(core, control, block)?;
         if freed > 0 {

@@ -201,7 +201,8 @@ fn copy(
     source: Option<&StagingBuffer>,
     available: ModelTime,
 ) -> Result<Fence, DeviceError> {
-    let gone = |what: &str| DeviceError::Misuse { call: "copy_to_device", why: format!("the {what} is gone") };
+    let gone =
+        |what: &str| DeviceError::Misuse { call: "copy_to_device", why: format!("the {what} is gone") };
     let Control { plain, models, engine, scratch, .. } = control;
     let model = models.get_mut(id as usize).and_then(Option::as_deref_mut).ok_or_else(|| gone("model"))?;
     let block = plain.as_mut().and_then(|plain| plain.block_mut(number)).ok_or_else(|| gone("block"))?;
@@ -216,8 +217,8 @@ fn copy(
         .chain(&block.info.arrive)
         .try_for_each(|fence| batch.wait(fence));
     let source = source.map(|buffer| (buffer, run.start));
-    let enqueued =
-        waited.and_then(|()| convert::copy_run(&batch, model, scratch, target, run.clone(), source, available));
+    let enqueued = waited
+        .and_then(|()| convert::copy_run(&batch, model, scratch, target, run.clone(), source, available));
     // Also after an error: what was enqueued still reads the buffer and writes the block.
     let fence = batch.finish()?;
     match enqueued {

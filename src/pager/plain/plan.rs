@@ -53,13 +53,7 @@ pub(crate) fn plan(sizes: &[u64], in_pass: impl Fn(u32) -> bool, budget: u64) ->
 }
 
 /// The plan with `slots` slots of `slot_bytes`, if there is room for them and for what must stay.
-fn fit(
-    spans: &[(usize, u64)],
-    count: usize,
-    budget: u64,
-    slots: u32,
-    slot_bytes: u64,
-) -> Option<WholePlan> {
+fn fit(spans: &[(usize, u64)], count: usize, budget: u64, slots: u32, slot_bytes: u64) -> Option<WholePlan> {
     let mut room = budget.checked_sub(u64::from(slots) * slot_bytes)?;
     let mut resident = vec![false; count];
     for (span, bytes) in spans.iter().filter(|(_, bytes)| *bytes > slot_bytes) {
@@ -112,7 +106,10 @@ mod tests {
             let plan = plan(&sizes, |_| true, budget);
             let kept: u64 = sizes.iter().zip(&plan.resident).filter(|(_, kept)| **kept).map(|(b, _)| b).sum();
             assert_eq!(kept, plan.resident_bytes);
-            assert!(kept + u64::from(plan.slots) * plan.slot_bytes <= budget, "{sizes:?} in {budget}: {plan:?}");
+            assert!(
+                kept + u64::from(plan.slots) * plan.slot_bytes <= budget,
+                "{sizes:?} in {budget}: {plan:?}"
+            );
             for (bytes, kept) in sizes.iter().zip(&plan.resident) {
                 let streams = plan.slots > 0 && *bytes <= plan.slot_bytes;
                 assert!(*kept || streams || *bytes > budget, "{sizes:?} in {budget}: {plan:?}");

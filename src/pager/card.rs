@@ -103,6 +103,7 @@ impl Pager {
             under_way: 0,
             refused: false,
             ring_grew: false,
+            captured: Vec::new(),
             plain: if info.virtual_memory { None } else { Some(Plain::new(device)?) },
             scratch: Vec::new(),
         };

@@ -27,7 +27,7 @@ use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::streams::StreamTable;
 use super::word::SpanWord;
-use crate::device::{AddressRange, PoolAllocation, SharedDevice};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
@@ -74,10 +74,21 @@ pub(super) struct Control {
     pub(super) refused: bool,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
+    /// Releases of streamed spans on streams that are being captured: done when the capture is over.
+    pub(super) captured: Vec<StreamedRelease>,
     /// The blocks of a card without virtual memory calls, in the place of frames and ring.
     pub(super) plain: Option<Plain>,
     /// One for each copy stream, where what is cast on the card lands.
     pub(super) scratch: Vec<PoolAllocation>,
+}
+
+/// The release of a streamed span at the point that `stream` has reached.
+#[derive(Debug)]
+pub(super) struct StreamedRelease {
+    pub(super) model: u32,
+    pub(super) span: u32,
+    pub(super) stream: Arc<Stream>,
+    pub(super) slot: u8,
 }
 
 /// Where a page is and where it belongs.
@@ -185,27 +196,33 @@ impl Control {
         self.models.iter().flatten().map(|model| model.resident).sum()
     }
 
-    /// Takes the spans that touch a page out of use: `None`, and nothing changed, if one is pinned.
+    /// Takes the spans that touch a page out of use: `None`, and nothing changed, if one is pinned, or was
+    /// used by a stream that is being captured.
     /// Otherwise they are leaving; answers the streams that used them. The caller sets them absent.
     pub(super) fn leave_page(&self, key: PageKey) -> Option<u64> {
         let Some(model) = self.model(key.model) else { return Some(0) };
         let spans = model.layout.spans_of_page(key.page);
+        // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
+        let put_back = |spans: Range<u32>| {
+            for undo in spans {
+                let word = &model.words[undo as usize].0;
+                if word.view().state() == super::word::SpanState::Leaving {
+                    word.set_state(super::word::SpanState::Arriving);
+                }
+            }
+        };
         let mut used = 0;
         for span in spans.clone() {
             let word = &model.words[span as usize].0;
-            let before = word.view().state();
             if !word.try_leave() {
-                for undo in spans.start..span {
-                    let word = &model.words[undo as usize].0;
-                    // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
-                    if word.view().state() == super::word::SpanState::Leaving {
-                        word.set_state(super::word::SpanState::Arriving);
-                    }
-                }
+                put_back(spans.start..span);
                 return None;
             }
-            let _ = before;
             used |= word.used();
+        }
+        if self.streams.is_capturing(used) {
+            put_back(spans);
+            return None;
         }
         Some(used)
     }

@@ -12,7 +12,7 @@ use parking_lot::MutexGuard;
 
 use super::attach;
 use super::claim::{self, Patience, abandon};
-use super::core::{Control, Core, ModelState};
+use super::core::{Control, Core, ModelState, StreamedRelease};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load;
@@ -37,7 +37,13 @@ pub(super) fn fault_span(
 ) -> Result<bool, PagerError> {
     let core = model.core();
     let id = model.id();
+    if stream.is_capturing()? {
+        let unit = model.layout().spans()[span as usize].unit;
+        let what = format!("unit {}", model.index().unit_info(unit).name);
+        return Err(PagerError::Capturing { model: model.name().to_owned(), what });
+    }
     let mut control = core.control.lock();
+    settle_captured(core, &mut control);
     while !attach::is_attached(&control, id, set) {
         let patches = match set {
             None => None,
@@ -71,8 +77,16 @@ pub(super) fn fault_span(
             plain::arrive(&mut control, id, span, stream, set).map_err(PagerError::from)
         })
     } else {
-        bring(core, &mut control, id, span, patience, &mut count)
-            .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
+        let brought = match bring(core, &mut control, id, span, patience, &mut count) {
+            // What the activation pool keeps without using it may be the room that is lacking.
+            Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+                Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
+                Ok(false) => Err(error),
+                Err(other) => Err(other),
+            },
+            other => other,
+        };
+        brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     };
     match brought {
         Ok(()) => {}
@@ -112,14 +126,8 @@ fn bring(
     patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
-    let mut first_claim = true;
     loop {
-        if !first_claim && let Some(error) = span_error(control, id, span) {
-            return Err(error);
-        }
-        if first_claim {
-            forget_errors(control, id, span);
-        }
+        forget_errors(control, id, span);
         let claimed = claim::claim_span(core, control, id, span, patience)?;
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
@@ -130,18 +138,15 @@ fn bring(
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
-        first_claim = false;
-        loop {
-            if let Some(error) = span_error(control, id, span) {
-                return Err(error);
-            }
-            if !is_loading(control, id, span) {
-                break;
-            }
+        while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }
-        if is_present(control, id, span) {
-            break;
+        match span_error(control, id, span) {
+            // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
+            // next round asks anew. What this fault asked for itself is its own failure.
+            Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
+            None if is_present(control, id, span) => break,
+            Some(_) | None => {}
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };
@@ -232,6 +237,32 @@ fn arrive(
 /// frames that the pass is through with are filled ahead.
 pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &PagerStream) {
     let mut control = core.control.lock();
+    let release =
+        StreamedRelease { model: id, span, stream: Arc::clone(stream.stream()), slot: stream.slot() };
+    if stream.is_capturing().unwrap_or(false) {
+        // A record would become part of the graph and tell nothing: the pin stays until the capture is over.
+        control.captured.push(release);
+        return;
+    }
+    finish_release(core, &mut control, &release);
+    drop(control);
+    core.changed.notify_all();
+}
+
+/// Does the releases whose streams are no longer captured.
+fn settle_captured(core: &Arc<Core>, control: &mut Control) {
+    for release in std::mem::take(&mut control.captured) {
+        if release.stream.is_capturing().unwrap_or(false) {
+            control.captured.push(release);
+        } else {
+            finish_release(core, control, &release);
+        }
+    }
+}
+
+fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRelease) {
+    let StreamedRelease { model: id, span, ref stream, slot } = *release;
+    let bit = 1_u64 << slot;
     let fence = match control.engine.record(stream) {
         Ok(fence) => Some(fence),
         Err(error) => {
@@ -244,14 +275,12 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         }
     };
     if control.plain.is_some() {
-        plain::release_streamed(&mut control, id, span, stream, fence.as_ref());
+        plain::release_streamed(control, id, span, slot, fence.as_ref());
         control.under_way -= 1;
-        drop(control);
-        core.changed.notify_all();
         return;
     }
     {
-        let Control { frames, models, .. } = &mut *control;
+        let Control { frames, models, .. } = control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
         for page in model.layout.spans()[span as usize].pages.clone() {
             let frame = model.pages[page as usize].frame;
@@ -263,20 +292,18 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
                 continue;
             }
             if let Some(fence) = &fence {
-                info.used_until(stream.slot(), fence);
+                info.used_until(slot, fence);
             }
             if model.is_last_use(page, span) {
                 info.consumed = true;
             }
         }
-        model.words[span as usize].0.release(stream.bit());
+        model.words[span as usize].0.release(bit);
     }
     control.under_way -= 1;
     if !std::mem::take(&mut control.refused) {
-        prefetch::advance(core, &mut control, id);
+        prefetch::advance(core, control, id);
     }
-    drop(control);
-    core.changed.notify_all();
 }
 
 /// Notes the fault in the model's order; at the end of a pass the plan may change.
@@ -305,13 +332,13 @@ fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.chosen_frames = None;
 }
 
-fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {
+fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {
     let model = control.model(id)?;
     if model.errors.is_empty() {
         return None;
     }
     let mut pages = model.layout.spans()[span as usize].pages.clone();
-    pages.find_map(|page| model.errors.get(&page)).cloned()
+    pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
 fn forget_errors(control: &mut Control, id: u32, span: u32) {

@@ -62,6 +62,12 @@ pub(super) fn fault_rows<'m>(
     set: Option<&Arc<PatchSet>>,
 ) -> Result<RowsGuard<'m>, PagerError> {
     let index = model.index();
+    if stream.is_capturing()? {
+        // A replay would copy from a staging buffer that holds something else by then.
+        let name = index.tensors().get(tensor.index()).map_or("", |info| info.name.as_str());
+        let what = format!("rows of tensor `{name}`");
+        return Err(PagerError::Capturing { model: model.name().to_owned(), what });
+    }
     let Some(info) = index.tensors().get(tensor.index()) else {
         return Err(model.not_found(format!("tensor number {}", tensor.0)));
     };
@@ -91,12 +97,17 @@ pub(super) fn fault_rows<'m>(
     let allocation = model.pager().allocate(stream, bytes).map_err(|error| match error {
         PagerError::Device(device) if device.is_out_of_memory() => {
             let control = core.control.lock();
+            let limit = u64::from(control.budget) * core.page_bytes;
+            if bytes <= limit {
+                // It would fit if activations were given back.
+                return PagerError::Device(device);
+            }
             PagerError::NeverFits {
                 model: model.name().to_owned(),
                 what: format!("{} rows of tensor `{}`", rows.len(), info.name),
                 device: core.device.info().name.clone(),
                 need: bytes,
-                limit: u64::from(control.budget) * core.page_bytes,
+                limit,
                 holders: control.holders(core, u32::MAX),
             }
         }

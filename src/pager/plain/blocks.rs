@@ -360,6 +360,10 @@ fn give_up(core: &Core, control: &mut Control, number: u32) -> Result<u64, Pager
         if !word.try_leave() {
             return Ok(0);
         }
+        if streams.is_capturing(word.used()) {
+            word.set_state(SpanState::Arriving);
+            return Ok(0);
+        }
         let quiet = streams.fences(word.used(), engine).and_then(|fences| {
             fences.iter().try_for_each(crate::device::Fence::wait)?;
             plain.block_mut(number).map_or(Ok(()), |block| block.info.wait_quiet())
@@ -394,7 +398,11 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
         model.stale.remove(&span);
         return Ok(true);
     };
-    if !word.try_leave() {
+    let left = word.try_leave();
+    if left && streams.is_capturing(word.used()) {
+        word.set_state(SpanState::Arriving);
+    }
+    if !left || word.view().state() == SpanState::Arriving {
         model.stale.insert(span);
         word.set_stale(true);
         return Ok(false);

@@ -272,14 +272,14 @@ pub(in crate::pager) fn release_streamed(
     control: &mut Control,
     id: u32,
     span: u32,
-    stream: &PagerStream,
+    slot: u8,
     fence: Option<&Fence>,
 ) {
     let Control { plain, models, .. } = control;
     let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
     let place = model.plain.as_ref().map_or(NONE, |own| own.places[span as usize]);
     if let (Some(block), Some(fence)) = (plain.as_mut().and_then(|plain| plain.block_mut(place)), fence) {
-        block.info.used_until(stream.slot(), fence);
+        block.info.used_until(slot, fence);
     }
-    model.words[span as usize].0.release(stream.bit());
+    model.words[span as usize].0.release(1 << slot);
 }

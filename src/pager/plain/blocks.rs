@@ -42,8 +42,15 @@ pub(in crate::pager) fn refresh_budget(
     control.budget = u32::try_from(plain.budget / core.page_bytes).unwrap_or(u32::MAX - 1);
     if over > 0 {
         give_back(core, control, over)?;
-    } else if figures.free < headroom && pool.reserved > pool.used {
-        core.device.pool_trim(pool.used)?;
+    }
+    // What was given up may lie in pieces that the pool cannot hand back: go on until the headroom is free.
+    let mut free = if over > 0 { core.device.memory()?.free } else { figures.free };
+    while free < headroom {
+        release_idle(core)?;
+        free = core.device.memory()?.free;
+        if free >= headroom || give_up_one(core, control, NONE, None)? == 0 {
+            break;
+        }
     }
     Ok(())
 }
@@ -208,6 +215,7 @@ fn allocate(
     loop {
         let Some(plain) = &mut control.plain else { return Ok(None) };
         if plain.held.saturating_add(bytes) <= plain.budget {
+            let before = core.device.pool_figures()?.reserved;
             let mut taken = PoolAllocation::new(&plain.home, bytes);
             if taken.as_ref().is_err_and(DeviceError::is_out_of_memory) {
                 // The pool's free memory may lie in pieces that are too small: let the device join them.
@@ -215,6 +223,12 @@ fn allocate(
                 taken = PoolAllocation::new(&plain.home, bytes);
             }
             match taken {
+                Ok(memory) if grew_into_headroom(core, before)? => {
+                    // There was room by the bytes, but not in one piece.
+                    drop(memory);
+                    release_idle(core)?;
+                    plain.budget = plain.budget.min(plain.held);
+                }
                 Ok(memory) => {
                     let block = add(core, control, id, memory, bytes, role)?;
                     return Ok(Some(block));
@@ -233,6 +247,11 @@ fn allocate(
             return Ok(None);
         }
     }
+}
+
+/// Whether the pool, which had `before` bytes, grew into what is to be left free.
+fn grew_into_headroom(core: &Core, before: u64) -> Result<bool, DeviceError> {
+    Ok(core.device.pool_figures()?.reserved > before && core.device.memory()?.free < core.headroom())
 }
 
 /// Enters a new block.

@@ -54,6 +54,9 @@ pub(in crate::pager) fn bring(
         let block = control.plain.as_ref().and_then(|plain| plain.block(place));
         match block {
             Some(block) if block.info.content == key && block.info.loading == 0 => {
+                if block.info.role == Role::Ring && !settle(control, id, span, place) {
+                    continue;
+                }
                 return Ok(Brought::There);
             }
             Some(block) if block.info.content == key => {
@@ -80,6 +83,33 @@ pub(in crate::pager) fn bring(
         loaded?;
         return Ok(if role == Role::Ring { Brought::Streamed } else { Brought::Loaded });
     }
+}
+
+/// A span whose bytes lie in a slot, and that the plan keeps by now, gets the slot as its own block if it
+/// fits. If it is much too large and nobody else has the span, the slot is left instead and `false` answered:
+/// the bytes are to be loaded into a block of the span's own.
+fn settle(control: &mut Control, id: u32, span: u32, number: u32) -> bool {
+    let Control { plain, models, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return true };
+    let (Some(plain), Some(own)) = (plain, &mut model.plain) else { return true };
+    if !own.stays(span) {
+        return true;
+    }
+    let (size, room) = (own.sizes[span as usize], plain.budget.saturating_sub(plain.held));
+    let Some(block) = plain.block_mut(number) else { return true };
+    let word = &model.words[span as usize].0;
+    if block.bytes <= size + size / 8 {
+        // Guards that were given while it was a slot are still released as such; the fences stay with the block.
+        block.info.role = Role::Resident;
+        word.set_streamed(false);
+    } else if room >= size && word.view().pins() == 1 {
+        // The one pin is the asking fault's.
+        block.info.clear_content();
+        own.places[span as usize] = NONE;
+        word.set_state(SpanState::Arriving);
+        return false;
+    }
+    true
 }
 
 /// Gives a block to a span.

@@ -2,6 +2,8 @@
 //! when they are cast and patched on the host, for every pair of types, with evictions in between, and a
 //! change of patches makes what is resident stale at once.
 
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+
 mod common;
 
 use std::sync::Arc;

@@ -2,6 +2,8 @@
 //! the bytes that it needs, the most that there could be, and who holds the rest. Odd tensors (no
 //! dimensions, one dimension, no bytes) are tensors like others.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod common;
 
 use std::path::Path;

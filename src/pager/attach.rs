@@ -126,7 +126,7 @@ pub(super) fn refresh_span(control: &mut Control, id: u32, span: u32) -> Result<
     Ok(())
 }
 
-fn old_version_held(control: &Control, id: u32, unit: UnitId) -> PagerError {
+pub(super) fn old_version_held(control: &Control, id: u32, unit: UnitId) -> PagerError {
     let (model, what) = control.model(id).map_or_else(Default::default, |model| {
         (model.name.clone(), format!("unit {}", model.index.unit_info(unit).name))
     });

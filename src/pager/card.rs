@@ -101,6 +101,7 @@ impl Pager {
             ring_hand: 0,
             cached_bytes: 0,
             under_way: 0,
+            releases: 0,
             refused: false,
             ring_grew: false,
             captured: Vec::new(),

@@ -13,11 +13,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::convert::{self, Target};
+use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
-use crate::device::{DeviceError, Fence};
+use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, read_extents};
 use crate::units::ModelTime;
@@ -297,7 +297,7 @@ fn copy_pages(
         return Ok(None);
     }
     let Some(range) = &model.range else { return Ok(None) };
-    let target = Target { start: range.range().start, first: 0 };
+    let base = range.range().start;
     let batch = engine.begin();
     let mut copied = 0;
     let enqueue = || -> Result<u64, DeviceError> {
@@ -311,12 +311,18 @@ fn copy_pages(
                 }
             }
         }
+        let target = convert::CopyTarget {
+            layout: &model.layout,
+            base,
+            scratch: scratch.get(batch.place()).map(PoolAllocation::range),
+            patches: model.attached.as_deref(),
+        };
+        let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
         let mut bytes = 0;
         for run in wanted.chunk_by(|a, b| a + 1 == *b) {
             let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
             let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
-            bytes += convert::copy_run(&batch, model, scratch, target, addresses, source, available)?;
+            bytes += convert::copy_run(&batch, &target, addresses, source, available)?;
         }
         Ok(bytes)
     };

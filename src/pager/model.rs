@@ -16,7 +16,7 @@ use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
-use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
+use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView, names_tensor};
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::plain;
@@ -28,8 +28,9 @@ use crate::sync::Padded;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 
-/// How long a fault that may wait does so before it takes memory that others still need.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a fault that may wait does so, while nobody releases anything, before it takes memory that
+/// others still need.
+const PATIENCE: Duration = Duration::from_millis(20);
 
 /// A model whose weights are faulted to a card.
 ///
@@ -359,9 +360,10 @@ impl PagedModel {
         mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
+        let (mut seen, mut seen_at) = (0, began);
         loop {
             // A guard that is held for long must not stop a fault that could go another way.
-            let patience = if began.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            let patience = if seen_at.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
             let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
@@ -375,6 +377,9 @@ impl PagedModel {
             }
             // The release of a resident unit signals nobody, since it takes no lock: look again soon.
             let mut control = self.core().control.lock();
+            if control.releases != seen {
+                (seen, seen_at) = (control.releases, now);
+            }
             self.core().changed.wait_for(&mut control, (deadline - now).min(Duration::from_millis(1)));
         }
     }
@@ -516,14 +521,8 @@ impl PagedModel {
 
     pub(super) fn view(&self, pinned: &Pinned, name: &str) -> Option<TensorView<'_>> {
         let unit = self.index.unit_info(pinned.unit);
-        let tensor = unit.tensors.iter().copied().find(|&tensor| {
-            let whole = &self.index.tensor_info(tensor).name;
-            whole == name
-                || whole
-                    .strip_prefix(&unit.name)
-                    .and_then(|rest| rest.strip_prefix('.'))
-                    .is_some_and(|rest| rest == name)
-        })?;
+        let named = |tensor: TensorId| names_tensor(&unit.name, &self.index.tensor_info(tensor).name, name);
+        let tensor = unit.tensors.iter().copied().find(|&tensor| named(tensor))?;
         self.view_of(pinned, tensor)
     }
 

@@ -415,6 +415,7 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
     let word = &model.words[span as usize].0;
     let Some(block) = plain.block_mut(number).filter(|block| !block.info.content.is_none()) else {
         model.stale.remove(&span);
+        word.set_stale(false);
         return Ok(true);
     };
     let left = word.try_leave();

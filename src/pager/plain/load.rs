@@ -15,8 +15,9 @@ use parking_lot::MutexGuard;
 
 use super::blocks::obtain;
 use super::origin_of;
-use crate::device::{DeviceError, Fence};
-use crate::pager::convert::{self, Target};
+use crate::device::{DeviceError, Fence, PoolAllocation};
+use crate::pager::attach::old_version_held;
+use crate::pager::convert::{self, CopyTarget};
 use crate::pager::core::{CachedRun, Control};
 use crate::pager::error::PagerError;
 use crate::pager::frames::{NONE, PageKey, Role};
@@ -27,7 +28,7 @@ use crate::pager::streams::PagerStream;
 use crate::pager::word::SpanState;
 use crate::staging::StagingBuffer;
 use crate::transfer::read_extents;
-use crate::units::ModelTime;
+use crate::units::{DeviceAddress, ModelTime};
 
 /// How a fault found its span.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,6 +44,7 @@ pub(in crate::pager) fn bring(
     model: &PagedModel,
     control: &mut MutexGuard<'_, Control>,
     span: u32,
+    set: Option<&Arc<PatchSet>>,
 ) -> Result<Brought, PagerError> {
     let (core, id) = (model.core(), model.id());
     let key = PageKey { model: id, page: span };
@@ -67,7 +69,7 @@ pub(in crate::pager) fn bring(
         }
         let number = obtain(core, control, id, span)?;
         let role = claim(control, id, span, number);
-        let loaded = load(model, control, span, number);
+        let loaded = load(model, control, span, number, set);
         if let Some(block) = control.plain.as_mut().and_then(|plain| plain.block_mut(number)) {
             block.info.loading = 0;
             if loaded.is_err() {
@@ -138,6 +140,7 @@ fn load(
     control: &mut MutexGuard<'_, Control>,
     span: u32,
     number: u32,
+    set: Option<&Arc<PatchSet>>,
 ) -> Result<(), PagerError> {
     let (core, id) = (model.core(), model.id());
     let bytes = model.layout().spans()[span as usize].bytes.clone();
@@ -152,6 +155,11 @@ fn load(
         at = run.end;
         load_chunk(model, control, span, number, &run, chunk)?;
         chunk = chunk.saturating_add(1);
+        // Somebody may have changed the patches while the file was read.
+        let attached = control.model(id).and_then(|model| model.patches());
+        if PatchSet::version_of(attached, span) != PatchSet::version_of(set, span) {
+            return Err(old_version_held(control, id, model.layout().spans()[span as usize].unit));
+        }
     }
     Ok(())
 }
@@ -237,8 +245,13 @@ fn copy(
     let model = models.get_mut(id as usize).and_then(Option::as_deref_mut).ok_or_else(|| gone("model"))?;
     let block = plain.as_mut().and_then(|plain| plain.block_mut(number)).ok_or_else(|| gone("block"))?;
     let start = model.layout.spans()[span as usize].bytes.start;
-    let target = Target { start: block.memory.range().start, first: origin_of(start) };
     let batch = engine.begin();
+    let target = CopyTarget {
+        layout: &model.layout,
+        base: DeviceAddress(block.memory.range().start.0.wrapping_sub(origin_of(start))),
+        scratch: scratch.get(batch.place()).map(PoolAllocation::range),
+        patches: model.attached.as_deref(),
+    };
     let waited = block
         .info
         .uses
@@ -247,8 +260,7 @@ fn copy(
         .chain(&block.info.arrive)
         .try_for_each(|fence| batch.wait(fence));
     let source = source.map(|buffer| (buffer, run.start));
-    let enqueued = waited
-        .and_then(|()| convert::copy_run(&batch, model, scratch, target, run.clone(), source, available));
+    let enqueued = waited.and_then(|()| convert::copy_run(&batch, &target, run.clone(), source, available));
     // Also after an error: what was enqueued still reads the buffer and writes the block.
     let fence = batch.finish()?;
     match enqueued {

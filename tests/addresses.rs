@@ -23,7 +23,7 @@ fn a_unit_keeps_its_address_while_its_model_lives() {
             pager.set_headroom(headroom).unwrap();
             let mut seen = Vec::new();
             for unit in (0..units).map(UnitId) {
-                let range = model.address_range();
+                let range = model.address_range().unwrap();
                 let unit_address = model.unit_address(unit).unwrap();
                 assert!((range.start.0..range.start.0 + range.bytes).contains(&unit_address.0));
                 for piece in 0..model.pieces(unit).unwrap() {

@@ -62,7 +62,10 @@ struct Card {
 
 impl Card {
     fn open(mib: u64) -> Self {
-        let device = common::card(mib * MIB, 2 * MIB);
+        Self::over(common::card(mib * MIB, 2 * MIB))
+    }
+
+    fn over(device: SharedDevice) -> Self {
         let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
         let pager = Pager::new(&device, options).unwrap();
         let compute = Compute::new(&device).unwrap();
@@ -196,7 +199,7 @@ fn room_for_all_but_the_words_table_is_enough() {
 #[test]
 fn memory_that_activations_gave_back_goes_to_weights() {
     // 500 tokens take more than half of this card; the weights find room only in what the pool no longer uses.
-    let card = Card::open("emulated:14MiB,page=2MiB");
+    let card = Card::open(14);
     let found = card.embed(&long_ids(500, 2));
     let length: f32 = found.iter().map(|number| number * number).sum();
     assert!((length - 1.0).abs() < 1e-5);
@@ -206,7 +209,7 @@ fn memory_that_activations_gave_back_goes_to_weights() {
 #[test]
 fn a_card_far_too_small_still_gives_the_reference() {
     // No layer fits: its matrices come in pieces of rows.
-    let card = Card::open("emulated:512KiB,page=64KiB");
+    let card = Card::over(common::small_card(MIB / 2));
     for _ in 0..2 {
         assert_close(&card.embed(&reference()[0].ids), &reference()[0]);
     }
@@ -243,8 +246,8 @@ fn manager(card: &Card) -> Manager {
 
 impl Card {
     /// As [`Self::open`], with resident weights.
-    fn resident(text: &str) -> Self {
-        let device = device::open(text).unwrap();
+    fn resident(mib: u64) -> Self {
+        let device = common::card(mib * MIB, 2 * MIB);
         let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
         let pager = Pager::new(&device, options).unwrap();
         let compute = Compute::new(&device).unwrap();
@@ -257,13 +260,13 @@ impl Card {
 #[test]
 fn resident_partly_resident_and_paged_weights_give_the_same_bits() {
     let case = &reference()[0];
-    let paged = Card::open("emulated:40MiB,page=2MiB");
+    let paged = Card::open(40);
     let expected = paged.embed(&case.ids);
     assert_close(&expected, case);
     paged.close();
     let mut last = 0;
     for size in [40, 64, 100, 120] {
-        let card = Card::resident(&format!("emulated:{size}MiB,page=2MiB"));
+        let card = Card::resident(size);
         let manager = manager(&card);
         let patcher = card.bert.weights().patcher();
         manager.load_model_gpu(&patcher, LoadOptions::default()).unwrap();
@@ -321,7 +324,7 @@ fn a_lora_gives_the_same_bits_paged_streamed_and_baked_in() {
     let loras = [Lora { file: &lora, strength: 0.75 }];
 
     // The reference: wholly resident, baked in.
-    let card = Card::resident("emulated:160MiB,page=2MiB");
+    let card = Card::resident(160);
     let on_card = manager(&card);
     let patched = card.bert.with_loras(&loras).unwrap();
     let patcher = patched.weights().patcher();
@@ -346,8 +349,7 @@ fn a_lora_gives_the_same_bits_paged_streamed_and_baked_in() {
 
     for size in [40, 80] {
         for resident in [true, false] {
-            let text = format!("emulated:{size}MiB,page=2MiB");
-            let card = if resident { Card::resident(&text) } else { Card::open(&text) };
+            let card = if resident { Card::resident(size) } else { Card::open(size) };
             let on_card = manager(&card);
             let patched = card.bert.with_loras(&loras).unwrap();
             for bert in [&patched, &card.bert, &patched] {
@@ -355,7 +357,7 @@ fn a_lora_gives_the_same_bits_paged_streamed_and_baked_in() {
                 on_card.load_model_gpu(&patcher, LoadOptions::default()).unwrap();
                 let found = embed(&card, bert);
                 if std::ptr::eq(bert, &raw const patched) {
-                    assert!(found == expected, "{text}, resident {resident}: {}", difference(&found));
+                    assert!(found == expected, "{size} MiB, resident {resident}: {}", difference(&found));
                 } else {
                     assert_close(&found, case);
                 }

@@ -7,7 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers that are shared fail as a test does")]
 
 #[path = "../examples/embed/runner/mod.rs"]
-#[allow(dead_code, reason = "this test uses a part of it")]
+#[allow(dead_code, unused_imports, reason = "this test uses a part of it")]
 mod runner;
 
 #[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
@@ -61,7 +61,7 @@ fn embed(text: &str, passes: u32) -> (Vec<Vec<f32>>, ModelCounts) {
             }
         }
     }
-    let counts = bert.model().counts();
+    let counts = bert.weights().paged().unwrap().counts();
     assert_eq!(device.counts().device_sync, 0);
     drop((stream, bert, compute, pager));
     assert_nothing_left(&device);
@@ -74,6 +74,15 @@ fn a_cuda_card_that_the_model_never_fits_on_gives_the_reference() {
     let (emulated, _) = embed("emulated:24MiB,page=2MiB", 1);
     let (cuda, counts) = embed("cuda:0,cap=24MiB,page=2MiB", 3);
     assert_eq!(cuda, emulated);
+    assert!(counts.streamed > 0, "{counts:?}");
+    // Nor without virtual memory calls: units are whole then, or come in pieces.
+    let (whole, counts) = embed("emulated:24MiB,page=2MiB,vmm=none", 2);
+    assert_eq!(whole, emulated);
+    assert!(counts.streamed > 0, "{counts:?}");
+    standin.set_abilities(false, true);
+    let (whole, counts) = embed("cuda:0,cap=40MiB", 2);
+    standin.set_abilities(true, true);
+    assert_eq!(whole, emulated);
     assert!(counts.streamed > 0, "{counts:?}");
     assert_eq!(standin.misuses(), 0);
     assert_eq!(standin.leftovers(), 0);

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{
-    ModelFile, Numbers, Watchdog, assert_nothing_left, checked_pass, hooked_card, mixed_units, small_options,
-    unit_id,
+    ModelFile, Numbers, Watchdog, assert_nothing_left, checked_pass, emulated_card, mixed_units,
+    small_options, unit_id,
 };
 use vram_pager::device::emulated::{CallKind, EmulatedDevice, Fault, FaultError};
 use vram_pager::device::{FloatType, PoolAllocation, SharedDevice};
@@ -46,7 +46,7 @@ struct House {
 
 impl House {
     fn new(bytes: u64) -> Self {
-        let (card, device) = hooked_card(bytes);
+        let (card, device) = emulated_card(bytes, "it makes calls of the emulated card fail");
         let manager = Manager::new(std::slice::from_ref(&device));
         Self::with(card, device, manager, small_options())
     }
@@ -636,7 +636,7 @@ fn a_paged_models_page_locked_bytes_are_real() {
 
 #[test]
 fn memory_that_could_not_be_page_locked_is_not_counted_and_nothing_fails() {
-    let (card, device) = hooked_card(3 * MIB);
+    let (card, device) = emulated_card(3 * MIB, "it makes calls of the emulated card fail");
     card.inject(Fault::from_then_on(CallKind::PageLock, 1));
     let manager = Manager::new(std::slice::from_ref(&device));
     let house = House::with(card, device, manager, small_options());
@@ -701,7 +701,7 @@ fn what_is_registered_by_anyone_counts_where_more_is_to_be_registered() {
 
 #[test]
 fn a_control_groups_limit_bounds_what_a_pager_page_locks() {
-    let (card, device) = hooked_card(8 * MIB);
+    let (card, device) = emulated_card(8 * MIB, "it makes calls of the emulated card fail");
     let figures = HostFigures {
         ram_total: 64 * GIB,
         ram_available: 32 * GIB,

@@ -20,6 +20,7 @@ pub const ILLEGAL_ADDRESS: i32 = 700;
 pub const ALREADY_REGISTERED: i32 = 712;
 pub const NOT_REGISTERED: i32 = 713;
 pub const NOT_SUPPORTED: i32 = 801;
+pub const CAPTURE_UNSUPPORTED: i32 = 900;
 pub const UNKNOWN: i32 = 999;
 
 fn name(code: i32) -> Option<&'static CStr> {
@@ -42,6 +43,7 @@ fn name(code: i32) -> Option<&'static CStr> {
         NOT_REGISTERED => c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
         719 => c"CUDA_ERROR_LAUNCH_FAILED",
         NOT_SUPPORTED => c"CUDA_ERROR_NOT_SUPPORTED",
+        CAPTURE_UNSUPPORTED => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         UNKNOWN => c"CUDA_ERROR_UNKNOWN",
         _ => return None,
     })

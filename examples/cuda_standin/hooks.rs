@@ -126,6 +126,19 @@ pub extern "C" fn vram_pager_standin_set_abilities(virtual_memory: c_int, pools:
     state.settings.pools = pools != 0;
 }
 
+/// Makes a stream pass for one that is being captured into a graph, or no longer. Whatever is enqueued or
+/// recorded on it meanwhile, or waited for, is misuse.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_set_capturing(stream: *mut c_void, capturing: c_int) {
+    let mut state = state();
+    if capturing == 0 {
+        state.capturing.remove(&(stream as usize));
+    } else {
+        state.capturing.insert(stream as usize);
+    }
+}
+
 /// Work of a card completes late from here on, as `seed` says. Answers 0, or 1 if the card is not open.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]

@@ -5,7 +5,7 @@
 //! the same code.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -158,6 +158,8 @@ pub struct State {
     pub initialised: bool,
     /// Each card while its primary context is retained.
     pub cards: Vec<Option<Card>>,
+    /// Handles of streams that pass for ones that are being captured.
+    pub capturing: HashSet<usize>,
     next_handle: usize,
     failures: Vec<Failure>,
     calls: u64,
@@ -234,6 +236,7 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
         failures: settings.failures.clone(),
         settings,
         initialised: false,
+        capturing: HashSet::new(),
         next_handle: 0x0057_0000_0000,
         calls: 0,
         calls_by_name: HashMap::new(),

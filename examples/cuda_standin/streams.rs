@@ -7,9 +7,9 @@ use std::ffi::{c_int, c_uint, c_void};
 
 use vram_pager::device::{StreamId, StreamPriority, Streams};
 
-use crate::codes::{INVALID_HANDLE, INVALID_VALUE, NOT_READY};
+use crate::codes::{CAPTURE_UNSUPPORTED, INVALID_HANDLE, INVALID_VALUE, NOT_READY};
 use crate::pool::trim_to_thresholds;
-use crate::state::{Answer, Card, Fail, StreamEntry, state, write};
+use crate::state::{Answer, Card, Fail, State, StreamEntry, state, write};
 
 /// A stream as a call names it.
 #[derive(Clone, Copy)]
@@ -70,6 +70,15 @@ fn event_of(card: &Card, handle: *mut c_void) -> Result<vram_pager::device::Even
         .get(&handle)
         .copied()
         .ok_or_else(|| Fail::misuse(INVALID_HANDLE, format!("{handle:#x} is no event")))
+}
+
+/// There are no graphs here: a stream only passes for one that is being captured, so that a test can show
+/// that nothing is enqueued on it.
+fn refuse_capturing(state: &State, stream: *mut c_void) -> Answer {
+    if state.capturing.contains(&(stream as usize)) {
+        return Err(Fail::misuse(CAPTURE_UNSUPPORTED, format!("{stream:p} is being captured")));
+    }
+    Ok(())
 }
 
 /// After a wait of the host: work that went wrong shows, and pools give back what exceeds them.
@@ -144,8 +153,9 @@ driver_calls! {
 
     fn cuStreamIsCapturing(stream: *mut c_void, status: *mut c_int) {
         let mut state = state();
+        let capturing = state.capturing.contains(&(stream as usize));
         stream_of(state.current()?, stream)?;
-        write(status, 0)
+        write(status, c_int::from(capturing))
     }
 
     fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: c_uint) {
@@ -153,6 +163,7 @@ driver_calls! {
         if flags > 1 {
             return Err(Fail::misuse(INVALID_VALUE, format!("flags {flags:#x} are not offered")));
         }
+        refuse_capturing(&state, stream)?;
         let card = state.current()?;
         let (stream, event) = (stream_of(card, stream)?, event_of(card, event)?);
         order(card, stream)?;
@@ -164,6 +175,7 @@ driver_calls! {
     fn cuStreamSynchronize(stream: *mut c_void) {
         let (device, id) = {
             let mut state = state();
+            refuse_capturing(&state, stream)?;
             let card = state.current()?;
             let stream = stream_of(card, stream)?;
             order(card, stream)?;
@@ -215,6 +227,7 @@ driver_calls! {
 
     fn cuEventRecord(event: *mut c_void, stream: *mut c_void) {
         let mut state = state();
+        refuse_capturing(&state, stream)?;
         let card = state.current()?;
         let (stream, event) = (stream_of(card, stream)?, event_of(card, event)?);
         order(card, stream)?;

@@ -1,7 +1,7 @@
 //! Device strings: what `--device` takes, and the opening of what they name.
 //!
-//! `emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none]` and
-//! `cuda:<n>[,cap=<size>][,page=<size>]`. A string with a typo is refused with what would be right.
+//! `emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none][,vmm=none]`
+//! and `cuda:<n>[,cap=<size>][,page=<size>]`. A string with a typo is refused with what would be right.
 //! Owns nothing, takes no lock. May import the backends.
 
 #![deny(unsafe_code)]
@@ -101,13 +101,14 @@ fn parse_emulated(text: &str, rest: &str) -> Result<EmulatedOptions, DeviceError
         return Err(refuse("the size must come first, right after `emulated:`".to_owned()));
     }
     let mut options = EmulatedOptions::new(parse_size(size)?);
-    for_each_option(parts, &["page", "link", "disk", "bytes"], refuse, |key, value| {
+    for_each_option(parts, &["page", "link", "disk", "bytes", "vmm"], refuse, |key, value| {
         match key {
             "page" => options.page_bytes = parse_size(value)?,
             "link" => options.link = parse_rate(value)?,
             "disk" => options.disk = Some(parse_rate(value)?),
-            _ if value == "none" => options.keeps_bytes = false,
-            _ => return Err(refuse(format!("`bytes={value}` is unknown; the one value is `bytes=none`"))),
+            "bytes" if value == "none" => options.keeps_bytes = false,
+            "vmm" if value == "none" => options.virtual_memory = false,
+            _ => return Err(refuse(format!("`{key}={value}` is unknown; the one value is `{key}=none`"))),
         }
         Ok(())
     })?;
@@ -212,12 +213,13 @@ mod tests {
     #[test]
     fn options_come_in_any_order() {
         assert_eq!(emulated("emulated:8GiB"), EmulatedOptions::new(8 * GIB));
-        let all = emulated(" emulated:24MiB, bytes=none,disk=3GB/s,link=1GB/s,page=64KiB");
+        let all = emulated(" emulated:24MiB, bytes=none,disk=3GB/s,link=1GB/s,vmm=none,page=64KiB");
         let expected = EmulatedOptions {
             page_bytes: 65_536,
             link: Rate(1_000_000_000),
             disk: Some(Rate(3_000_000_000)),
             keeps_bytes: false,
+            virtual_memory: false,
             ..EmulatedOptions::new(24 * MIB)
         };
         assert_eq!(all, expected);

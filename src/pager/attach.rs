@@ -12,6 +12,8 @@ use super::core::{Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
 use super::patches::{DevicePatches, PatchSet};
+use super::plain;
+use crate::weights::UnitId;
 
 /// Whether bytes on the card are made with this set.
 pub(super) fn is_attached(control: &Control, id: u32, set: Option<&Arc<PatchSet>>) -> bool {
@@ -33,6 +35,10 @@ pub(super) fn attach(
     for (span, place) in (0_u32..).zip(layout.spans()) {
         let versions = [&old_set, &new_set].map(|set| PatchSet::version_of(set.as_ref(), span));
         if versions[0] == versions[1] {
+            continue;
+        }
+        if control.plain.is_some() {
+            plain::forget_span(control, id, span)?;
             continue;
         }
         for page in place.pages.clone() {
@@ -105,15 +111,24 @@ pub(super) fn refresh_span(control: &mut Control, id: u32, span: u32) -> Result<
     }
     let place = &model.layout.spans()[span as usize];
     let unit = place.unit;
+    if model.plain.is_some() {
+        if model.stale.contains(&span) && !plain::forget_span(control, id, span)? {
+            return Err(old_version_held(control, id, unit));
+        }
+        return Ok(());
+    }
     for page in place.pages.clone() {
         let Some(model) = control.model(id) else { return Ok(()) };
         if model.stale.contains(&page) && !forget_page(control, id, page)? {
-            let Some(model) = control.model(id) else { return Ok(()) };
-            return Err(PagerError::OldVersionHeld {
-                model: model.name.clone(),
-                what: format!("unit {}", model.index.unit_info(unit).name),
-            });
+            return Err(old_version_held(control, id, unit));
         }
     }
     Ok(())
+}
+
+pub(super) fn old_version_held(control: &Control, id: u32, unit: UnitId) -> PagerError {
+    let (model, what) = control.model(id).map_or_else(Default::default, |model| {
+        (model.name.clone(), format!("unit {}", model.index.unit_info(unit).name))
+    });
+    PagerError::OldVersionHeld { model, what }
 }

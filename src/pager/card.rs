@@ -14,14 +14,15 @@ use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::frames::Frames;
 use super::load::{self, Loads};
-use super::model::PagedModel;
+use super::model::{Addresses, PagedModel};
 use super::options::{ModelOptions, PagerOptions};
 use super::order::{OrderLearner, PassOrder};
+use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
-use crate::device::{AddressRange, DeviceError, PoolAllocation, SharedDevice, Stream, StreamPriority};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
@@ -77,13 +78,6 @@ impl Pager {
                 ),
             });
         }
-        if !info.virtual_memory {
-            return Err(PagerError::Device(DeviceError::Unsupported {
-                device: info.name.clone(),
-                what: "map memory".to_owned(),
-                advice: "use a device with virtual memory calls".to_owned(),
-            }));
-        }
         let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
@@ -109,6 +103,8 @@ impl Pager {
             releases: 0,
             refused: false,
             ring_grew: false,
+            captured: Vec::new(),
+            plain: if info.virtual_memory { None } else { Some(Plain::new(device)?) },
             scratch: Vec::new(),
         };
         let core = Core {
@@ -127,6 +123,13 @@ impl Pager {
 
     pub(super) fn core(&self) -> &Arc<Core> {
         &self.core
+    }
+
+    /// Whether a unit has one device address for its model's whole life. On a device without virtual memory
+    /// calls it has not: units are then whole, in an allocation of their own or in a ring slot, and an
+    /// address holds for its guard only.
+    pub fn stable_addresses(&self) -> bool {
+        self.core.device.info().virtual_memory
     }
 
     /// The card.
@@ -169,8 +172,18 @@ impl Pager {
         let pages = layout.page_count();
         let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
         let hits = Arc::new(HitCounts::new());
-        let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
-        let base = range.range().start;
+        let (range, own) = if self.stable_addresses() {
+            let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
+            (Some(range), None)
+        } else {
+            (None, Some(PlainModel::new(&layout, u64::from(core.chunk_pages) * core.page_bytes)))
+        };
+        let addresses = match (&range, &own) {
+            (Some(range), _) => Addresses::Stable(range.range()),
+            (None, own) => Addresses::OfGuards(
+                own.as_ref().map_or_else(|| Vec::new().into(), |own| Arc::clone(&own.addresses)),
+            ),
+        };
         let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
         let order = PassOrder::new(
             (0..spans).collect(),
@@ -196,6 +209,7 @@ impl Pager {
             layout: Arc::clone(&layout),
             words: Arc::clone(&words),
             range,
+            plain: own,
             pages: vec![Page::ABSENT; pages as usize],
             order,
             learner: OrderLearner::new(spans as usize),
@@ -235,7 +249,7 @@ impl Pager {
         drop(control);
         // From here on the model's drop takes everything back.
         let model =
-            Arc::new(PagedModel { pager: Arc::clone(self), id, name, index, layout, words, hits, base });
+            Arc::new(PagedModel { pager: Arc::clone(self), id, name, index, layout, words, hits, addresses });
         planned?;
         Ok(model)
     }
@@ -276,6 +290,9 @@ impl Pager {
     /// Hands frames without a page back to the driver; answers the bytes.
     pub fn release_idle(&self) -> Result<u64, PagerError> {
         let mut control = self.core.control.lock();
+        if control.plain.is_some() {
+            return Ok(plain::release_idle(&self.core)?);
+        }
         let released = control.frames.release_idle(u32::MAX)?;
         Ok(u64::from(released) * self.core.page_bytes)
     }
@@ -284,6 +301,9 @@ impl Pager {
     /// guards.
     pub fn reclaimable_bytes(&self, except: Option<&PagedModel>) -> u64 {
         let control = self.core.control.lock();
+        if let Some(plain) = &control.plain {
+            return plain.held() - except.map_or(0, |model| plain::bytes_of_model(&control, model.id));
+        }
         let own = except.and_then(|model| control.model(model.id)).map_or(0, |model| model.resident);
         u64::from(control.resident_pages() - own + control.frames.idle()) * self.core.page_bytes
     }
@@ -301,13 +321,15 @@ impl Pager {
     pub fn figures(&self) -> PagerFigures {
         let control = self.core.control.lock();
         let page = self.core.page_bytes;
+        let blocks = control.plain.as_ref();
+        let held = blocks.map_or_else(Default::default, |plain| plain.held_by(None));
         PagerFigures {
             page_bytes: page,
-            resident_bytes: u64::from(control.resident_pages()) * page,
-            ring_bytes: u64::from(control.frames.ring_frames()) * page,
+            resident_bytes: u64::from(control.resident_pages()) * page + held.resident,
+            ring_bytes: u64::from(control.frames.ring_frames()) * page + held.ring,
             idle_bytes: u64::from(control.frames.idle()) * page,
             peak_bytes: control.frames.peak_bytes(),
-            budget_bytes: u64::from(control.budget) * page,
+            budget_bytes: blocks.map_or(u64::from(control.budget) * page, Plain::budget),
             headroom_bytes: self.core.headroom(),
             staging: self.core.arena.figures(),
         }

@@ -122,7 +122,8 @@ pub(super) fn set_access(control: &mut Control, id: u32, mapped: &[u32]) -> Resu
     let Some(model) = control.model_mut(id) else { return Ok(()) };
     for run in pages.chunk_by(|a, b| a + 1 == *b) {
         if let Some(&first) = run.first() {
-            model.range.set_access(first, u32::try_from(run.len()).unwrap_or(u32::MAX))?;
+            let count = u32::try_from(run.len()).unwrap_or(u32::MAX);
+            model.range.as_mut().map_or(Ok(()), |range| range.set_access(first, count))?;
         }
     }
     Ok(())
@@ -304,7 +305,8 @@ pub(super) fn remap(
     }
     let Control { frames, models, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(()) };
-    if let Err(error) = model.range.map(page, &frames.set, frame) {
+    let Some(range) = &mut model.range else { return Ok(()) };
+    if let Err(error) = range.map(page, &frames.set, frame) {
         undo(control);
         return Err(error);
     }
@@ -339,9 +341,10 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
         }
     }
     info.wait_quiet()?;
+    let Some(range) = &mut model.range else { return Ok(()) };
     // SAFETY: no span of the page is pinned or ready (the caller took them), so no new work names its
     // address; work given before was waited for above.
-    unsafe { model.range.unmap(page)? };
+    unsafe { range.unmap(page)? };
     model.pages[page as usize].frame = NONE;
     if !model.inaccessible.is_empty() {
         model.inaccessible.remove(&page);
@@ -384,7 +387,7 @@ fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerErro
 }
 
 /// A span as messages name it.
-fn what_of(model: &ModelState, span: u32) -> String {
+pub(super) fn what_of(model: &ModelState, span: u32) -> String {
     let unit = model.layout.spans()[span as usize].unit;
     let name = &model.index.unit_info(unit).name;
     let spans = &model.layout.units()[unit.index()].spans;

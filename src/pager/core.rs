@@ -23,10 +23,11 @@ use super::load::Loads;
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
 use super::patches::{DevicePatches, PatchSet};
+use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::streams::StreamTable;
 use super::word::SpanWord;
-use crate::device::{AddressRange, PoolAllocation, SharedDevice};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
@@ -75,8 +76,21 @@ pub(super) struct Control {
     pub(super) refused: bool,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
+    /// Releases of streamed spans on streams that are being captured: done when the capture is over.
+    pub(super) captured: Vec<StreamedRelease>,
+    /// The blocks of a card without virtual memory calls, in the place of frames and ring.
+    pub(super) plain: Option<Plain>,
     /// One for each copy stream, where what is cast on the card lands.
     pub(super) scratch: Vec<PoolAllocation>,
+}
+
+/// The release of a streamed span at the point that `stream` has reached.
+#[derive(Debug)]
+pub(super) struct StreamedRelease {
+    pub(super) model: u32,
+    pub(super) span: u32,
+    pub(super) stream: Arc<Stream>,
+    pub(super) slot: u8,
 }
 
 /// Where a page is and where it belongs.
@@ -108,7 +122,10 @@ pub(super) struct ModelState {
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
     pub(super) words: Arc<[Padded<SpanWord>]>,
-    pub(super) range: AddressRange,
+    /// Its addresses; none on a card without virtual memory calls.
+    pub(super) range: Option<AddressRange>,
+    /// Its blocks, on a card without virtual memory calls.
+    pub(super) plain: Option<PlainModel>,
     pub(super) pages: Vec<Page>,
     pub(super) order: PassOrder,
     pub(super) learner: OrderLearner,
@@ -181,27 +198,33 @@ impl Control {
         self.models.iter().flatten().map(|model| model.resident).sum()
     }
 
-    /// Takes the spans that touch a page out of use: `None`, and nothing changed, if one is pinned.
+    /// Takes the spans that touch a page out of use: `None`, and nothing changed, if one is pinned, or was
+    /// used by a stream that is being captured.
     /// Otherwise they are leaving; answers the streams that used them. The caller sets them absent.
     pub(super) fn leave_page(&self, key: PageKey) -> Option<u64> {
         let Some(model) = self.model(key.model) else { return Some(0) };
         let spans = model.layout.spans_of_page(key.page);
+        // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
+        let put_back = |spans: Range<u32>| {
+            for undo in spans {
+                let word = &model.words[undo as usize].0;
+                if word.view().state() == super::word::SpanState::Leaving {
+                    word.set_state(super::word::SpanState::Arriving);
+                }
+            }
+        };
         let mut used = 0;
         for span in spans.clone() {
             let word = &model.words[span as usize].0;
-            let before = word.view().state();
             if !word.try_leave() {
-                for undo in spans.start..span {
-                    let word = &model.words[undo as usize].0;
-                    // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
-                    if word.view().state() == super::word::SpanState::Leaving {
-                        word.set_state(super::word::SpanState::Arriving);
-                    }
-                }
+                put_back(spans.start..span);
                 return None;
             }
-            let _ = before;
             used |= word.used();
+        }
+        if self.streams.is_capturing(used) {
+            put_back(spans);
+            return None;
         }
         Some(used)
     }
@@ -254,15 +277,18 @@ impl Control {
         for (id, model) in (0..).zip(&self.models) {
             if let Some(model) = model
                 && id != asking
-                && model.resident > 0
             {
-                holders.push((model.name.clone(), u64::from(model.resident) * core.page_bytes));
+                let bytes = u64::from(model.resident) * core.page_bytes + plain::bytes_of_model(self, id);
+                if bytes > 0 {
+                    holders.push((model.name.clone(), bytes));
+                }
             }
         }
+        let blocks = self.plain.as_ref().map_or(0, Plain::held);
         if let Ok(pool) = core.device.pool_figures()
-            && pool.reserved > 0
+            && pool.reserved > blocks
         {
-            holders.push(("activations".to_owned(), pool.reserved));
+            holders.push(("activations".to_owned(), pool.reserved - blocks));
         }
         let total = core.device.info().total_bytes;
         if let Ok(figures) = core.device.memory() {

@@ -94,6 +94,16 @@ pub enum PagerError {
         /// The model's device.
         model: String,
     },
+    /// The stream is being captured into a graph, and only what is on the card and ready may be faulted then.
+    #[error(
+        "{model}: {what} is not ready on the card, and the stream is being captured into a graph; before the capture fault it twice with its copies waited for between, and hold the guard for every replay"
+    )]
+    Capturing {
+        /// The model's file.
+        model: String,
+        /// The unit, piece or rows.
+        what: String,
+    },
     /// All 64 places for streams are taken.
     #[error("{device} has 64 registered streams already; drop one that is not used")]
     TooManyStreams {

@@ -12,13 +12,14 @@ use parking_lot::MutexGuard;
 
 use super::attach;
 use super::claim::{self, Patience, abandon};
-use super::core::{Control, Core, ModelState};
+use super::core::{Control, Core, ModelState, StreamedRelease};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load;
 use super::model::PagedModel;
 use super::order::Learned;
 use super::patches::{DevicePatches, PatchSet};
+use super::plain;
 use super::prefetch;
 use super::reclaim;
 use super::streams::PagerStream;
@@ -36,7 +37,13 @@ pub(super) fn fault_span(
 ) -> Result<bool, PagerError> {
     let core = model.core();
     let id = model.id();
+    if stream.is_capturing()? {
+        let unit = model.layout().spans()[span as usize].unit;
+        let what = format!("unit {}", model.index().unit_info(unit).name);
+        return Err(PagerError::Capturing { model: model.name().to_owned(), what });
+    }
     let mut control = core.control.lock();
+    settle_captured(core, &mut control);
     ensure_attached(model, &mut control, set)?;
     reclaim::refresh_budget(core, &mut control, false)?;
     attach::refresh_span(&mut control, id, span)?;
@@ -49,16 +56,28 @@ pub(super) fn fault_span(
     }
     control.under_way += 1;
     let mut count = Count::Hit;
-    let brought = match bring(core, &mut control, id, span, patience, &mut count) {
-        // What the activation pool keeps without using it may be the room that is lacking.
-        Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
-            Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
-            Ok(false) => Err(error),
-            Err(other) => Err(other),
-        },
-        other => other,
+    let brought = if control.plain.is_some() {
+        plain::bring(model, &mut control, span, set).and_then(|brought| {
+            count = match brought {
+                plain::Brought::There => Count::Hit,
+                plain::Brought::Loaded => Count::Loaded,
+                plain::Brought::Streamed => Count::Streamed,
+            };
+            plain::arrive(&mut control, id, span, stream, set).map_err(PagerError::from)
+        })
+    } else {
+        let brought = match bring(core, &mut control, id, span, patience, &mut count) {
+            // What the activation pool keeps without using it may be the room that is lacking.
+            Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+                Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
+                Ok(false) => Err(error),
+                Err(other) => Err(other),
+            },
+            other => other,
+        };
+        brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     };
-    match brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from)) {
+    match brought {
         Ok(()) => {}
         Err(error) => {
             control.under_way -= 1;
@@ -207,6 +226,32 @@ fn arrive(
 /// frames that the pass is through with are filled ahead.
 pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &PagerStream) {
     let mut control = core.control.lock();
+    let release =
+        StreamedRelease { model: id, span, stream: Arc::clone(stream.stream()), slot: stream.slot() };
+    if stream.is_capturing().unwrap_or(false) {
+        // A record would become part of the graph and tell nothing: the pin stays until the capture is over.
+        control.captured.push(release);
+        return;
+    }
+    finish_release(core, &mut control, &release);
+    drop(control);
+    core.changed.notify_all();
+}
+
+/// Does the releases whose streams are no longer captured.
+fn settle_captured(core: &Arc<Core>, control: &mut Control) {
+    for release in std::mem::take(&mut control.captured) {
+        if release.stream.is_capturing().unwrap_or(false) {
+            control.captured.push(release);
+        } else {
+            finish_release(core, control, &release);
+        }
+    }
+}
+
+fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRelease) {
+    let StreamedRelease { model: id, span, ref stream, slot } = *release;
+    let bit = 1_u64 << slot;
     let fence = match control.engine.record(stream) {
         Ok(fence) => Some(fence),
         Err(error) => {
@@ -218,8 +263,13 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
             None
         }
     };
+    if control.plain.is_some() {
+        plain::release_streamed(control, id, span, slot, fence.as_ref());
+        control.under_way -= 1;
+        return;
+    }
     {
-        let Control { frames, models, .. } = &mut *control;
+        let Control { frames, models, .. } = control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
         for page in model.layout.spans()[span as usize].pages.clone() {
             let frame = model.pages[page as usize].frame;
@@ -231,21 +281,19 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
                 continue;
             }
             if let Some(fence) = &fence {
-                info.used_until(stream.slot(), fence);
+                info.used_until(slot, fence);
             }
             if model.is_last_use(page, span) {
                 info.consumed = true;
             }
         }
-        model.words[span as usize].0.release(stream.bit());
+        model.words[span as usize].0.release(bit);
     }
     control.under_way -= 1;
     control.releases += 1;
     if !std::mem::take(&mut control.refused) {
-        prefetch::advance(core, &mut control, id);
+        prefetch::advance(core, control, id);
     }
-    drop(control);
-    core.changed.notify_all();
 }
 
 /// Notes the fault in the model's order; at the end of a pass the plan may change.

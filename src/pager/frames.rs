@@ -60,7 +60,7 @@ pub(crate) struct FrameInfo {
 }
 
 impl FrameInfo {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             role: Role::Idle,
             content: PageKey::NONE,

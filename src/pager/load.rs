@@ -296,6 +296,8 @@ fn copy_pages(
     if wanted.is_empty() {
         return Ok(None);
     }
+    let Some(range) = &model.range else { return Ok(None) };
+    let base = range.range().start;
     let batch = engine.begin();
     let mut copied = 0;
     let enqueue = || -> Result<u64, DeviceError> {
@@ -311,7 +313,7 @@ fn copy_pages(
         }
         let target = convert::CopyTarget {
             layout: &model.layout,
-            base: model.range.range().start,
+            base,
             scratch: scratch.get(batch.place()).map(PoolAllocation::range),
             patches: model.attached.as_deref(),
         };
@@ -380,7 +382,7 @@ fn keep_streamed(
 
 /// Bytes of staging memory that may hold kept pages: the ring of buffers that reads go through stays free of
 /// them.
-fn kept_limit(core: &Core) -> u64 {
+pub(super) fn kept_limit(core: &Core) -> u64 {
     let limit = core.arena.figures().limit_bytes;
     limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes)
 }

@@ -13,12 +13,13 @@
 //! | `reclaim` | budget, plans carried out, taking frames back |
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
 //! | `verify` | checking guards against the file |
+//! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `plan`, `order`, `ring` | decisions: pure functions |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
 //! and release on its stream its pages are resident and hold the right bytes; no page is unmapped and no
 //! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
-//! address for the model's life. May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
+//! address for the model's life (without virtual memory calls: for its guard's). May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
 mod attach;
 mod card;
@@ -36,6 +37,7 @@ mod options;
 mod order;
 mod patched;
 mod patches;
+mod plain;
 mod plan;
 mod prefetch;
 mod reclaim;

@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use super::card::Pager;
@@ -18,6 +19,7 @@ use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView, names_tensor};
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
+use super::plain;
 use super::reclaim;
 use super::rows::{self, RowsGuard};
 use super::streams::PagerStream;
@@ -42,7 +44,16 @@ pub struct PagedModel {
     pub(super) layout: Arc<PageLayout>,
     pub(super) words: Arc<[Padded<SpanWord>]>,
     pub(super) hits: Arc<HitCounts>,
-    pub(super) base: DeviceAddress,
+    pub(super) addresses: Addresses,
+}
+
+/// Where a model's bytes lie on the card.
+#[derive(Debug)]
+pub(super) enum Addresses {
+    /// In its own range, for its whole life.
+    Stable(DeviceRange),
+    /// Wherever a span's block is while it is pinned: a device without virtual memory calls.
+    OfGuards(Arc<[AtomicU64]>),
 }
 
 /// What a model has on the card and in staging memory now.
@@ -198,10 +209,14 @@ impl PagedModel {
         })
     }
 
-    /// The device address that a unit has for the model's whole life, on a device with virtual memory.
+    /// The device address that a unit has for the model's whole life; `None` on a device without virtual
+    /// memory calls, where an address holds for its guard only (see [`Pager::stable_addresses`]).
     pub fn unit_address(&self, unit: UnitId) -> Option<DeviceAddress> {
         let place = self.layout.units().get(unit.index())?;
-        Some(self.base.offset(place.bytes.start))
+        match &self.addresses {
+            Addresses::Stable(range) => Some(range.start.offset(place.bytes.start)),
+            Addresses::OfGuards(_) => None,
+        }
     }
 
     /// Makes this the most important model of its card: the last one that gives memory up.
@@ -249,6 +264,9 @@ impl PagedModel {
             let stays = {
                 let control = self.core().control.lock();
                 control.model(self.id).is_some_and(|model| {
+                    if let Some(own) = &model.plain {
+                        return own.stays(span);
+                    }
                     let pages = self.layout.spans()[span as usize].pages.clone();
                     pages.into_iter().all(|page| model.order.rank(page) < model.plan.resident)
                 })
@@ -271,6 +289,9 @@ impl PagedModel {
     pub fn unload(&self, bytes: u64) -> Result<u64, PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
+        if control.plain.is_some() {
+            return plain::unload(core, &mut control, self.id, bytes);
+        }
         reclaim::unload_pages(&mut control, self.id, bytes, core.page_bytes)
     }
 
@@ -304,11 +325,14 @@ impl PagedModel {
         let core = self.core();
         let control = core.control.lock();
         let Some(model) = control.model(self.id) else { return ModelFigures::default() };
+        let held = control.plain.as_ref().map_or(0, |plain| plain.held_by(Some(self.id)).resident);
+        let (planned, part) =
+            model.plain.as_ref().map_or((0, 0), |own| (own.planned_bytes(), own.slot_bytes()));
         ModelFigures {
             weights_bytes: self.layout.content_bytes(0..self.layout.address_bytes()),
-            resident_bytes: u64::from(model.resident) * core.page_bytes,
-            planned_bytes: u64::from(model.plan.resident) * core.page_bytes,
-            largest_streamed_part_bytes: u64::from(model.plan.largest_part) * core.page_bytes,
+            resident_bytes: u64::from(model.resident) * core.page_bytes + held,
+            planned_bytes: u64::from(model.plan.resident) * core.page_bytes + planned,
+            largest_streamed_part_bytes: u64::from(model.plan.largest_part) * core.page_bytes + part,
             page_locked_bytes: model
                 .cache
                 .values()
@@ -450,9 +474,18 @@ impl PagedModel {
         }
         let budget = control.budget;
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
+        let whole_pieces = model.plain.is_none();
         let known = model.whole_units.contains(&unit.0);
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
-        if pages > u64::from(budget) {
+        if pages > u64::from(budget) || !whole_pieces {
+            // A block holds one piece, and kernels need a tensor in one run.
+            let largest = self.layout.units()[unit.index()].spans.clone();
+            let largest = largest.map(|span| {
+                let span = &self.layout.spans()[span as usize].bytes;
+                span.end - span.start
+            });
+            let limit =
+                if whole_pieces { u64::from(budget) * core.page_bytes } else { largest.max().unwrap_or(0) };
             return Err(PagerError::NeverFits {
                 model: self.name.clone(),
                 what: format!(
@@ -462,7 +495,7 @@ impl PagedModel {
                 ),
                 device: core.device.info().name.clone(),
                 need: pages * core.page_bytes,
-                limit: u64::from(budget) * core.page_bytes,
+                limit,
                 holders: control.holders(core, self.id),
             });
         }
@@ -533,7 +566,7 @@ impl PagedModel {
         }
         Some(TensorView {
             name: &info.name,
-            address: self.base.offset(at),
+            address: self.address(pinned, at),
             bytes,
             dtype: place.dtype,
             shape,
@@ -541,9 +574,25 @@ impl PagedModel {
         })
     }
 
-    /// The range that the model reserved.
-    pub fn address_range(&self) -> DeviceRange {
-        DeviceRange::new(self.base, u64::from(self.layout.page_count()) * self.core().page_bytes)
+    /// Where model address `at` of what is pinned lies now.
+    fn address(&self, pinned: &Pinned, at: u64) -> DeviceAddress {
+        match &self.addresses {
+            Addresses::Stable(range) => range.start.offset(at),
+            // Without virtual memory calls one span is pinned at a time: pieces are taken one by one.
+            Addresses::OfGuards(addresses) => {
+                let span = pinned.spans.start;
+                let first = self.layout.spans().get(span as usize).map_or(at, |span| span.bytes.start);
+                plain::address(addresses, span, first, at)
+            }
+        }
+    }
+
+    /// The range that the model reserved; `None` on a device without virtual memory calls.
+    pub fn address_range(&self) -> Option<DeviceRange> {
+        match &self.addresses {
+            Addresses::Stable(range) => Some(*range),
+            Addresses::OfGuards(_) => None,
+        }
     }
 }
 

@@ -15,13 +15,14 @@ use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
 use super::order::PassOrder;
+use super::plain;
 use super::plan::{RingSize, choose, plan};
 use super::ring;
 use crate::device::DeviceError;
 use crate::units::{GIB, Rate};
 
 /// How old a look at the device's memory may be while faults go on.
-const BUDGET_AGE: Duration = Duration::from_millis(2);
+pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
 
 /// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
 const ASSUMED_LINK: Rate = Rate(25_000_000_000);
@@ -43,6 +44,9 @@ pub(super) enum TakeFrom {
 /// Looks at the device's memory, if the last look is old or `force` says so, and gives back what is over
 /// the budget.
 pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<(), PagerError> {
+    if control.plain.is_some() {
+        return plain::refresh_budget(core, control, force);
+    }
     let now = core.device.now();
     if !force && control.budget_read_at.is_some_and(|read| now.since(read) < BUDGET_AGE) {
         return Ok(());
@@ -216,6 +220,10 @@ fn frames_for(control: &Control, id: u32) -> u32 {
 
 /// Makes the plan of a model anew if it may have another number of frames now, or `always`.
 pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) -> Result<(), PagerError> {
+    if control.plain.is_some() {
+        plain::replan(control, id, always);
+        return Ok(());
+    }
     let frames = frames_for(control, id);
     let others_ring = (0_u32..)
         .zip(&control.models)
@@ -384,6 +392,7 @@ fn empty_ring_frame(control: &mut Control, frame: u32) -> Result<bool, PagerErro
 
 /// A pass of a model ended: it may grow, and it has shown that it runs more than one pass.
 pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<(), PagerError> {
+    plain::pass_ended(control);
     refresh_budget(core, control, true)?;
     if let Some(model) = control.model_mut(id) {
         model.promoted = true;
@@ -399,6 +408,9 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
 
 /// Makes `bytes` free on the device for somebody else: idle frames first, then pages.
 pub(super) fn make_room(core: &Core, control: &mut Control, bytes: u64) -> Result<u64, PagerError> {
+    if control.plain.is_some() {
+        return plain::give_back(core, control, bytes);
+    }
     let wanted = u32::try_from(bytes.div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
     let released = give_back(core, control, wanted)?;
     Ok(u64::from(released) * core.page_bytes)
@@ -443,6 +455,10 @@ pub(super) fn unload_pages(
 /// Waits for everything that uses a model's pages and gives all of its memory back to the card's idle
 /// frames. Nobody faults the model any more.
 pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceError> {
+    control.captured.retain(|release| release.model != id);
+    if control.plain.is_some() {
+        return plain::close_model(control, id);
+    }
     control.loads.cancel(id);
     let Control { frames, models, engine, streams, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };

@@ -62,6 +62,12 @@ pub(super) fn fault_rows<'m>(
     set: Option<&Arc<PatchSet>>,
 ) -> Result<RowsGuard<'m>, PagerError> {
     let index = model.index();
+    if stream.is_capturing()? {
+        // A replay would copy from a staging buffer that holds something else by then.
+        let name = index.tensors().get(tensor.index()).map_or("", |info| info.name.as_str());
+        let what = format!("rows of tensor `{name}`");
+        return Err(PagerError::Capturing { model: model.name().to_owned(), what });
+    }
     let Some(info) = index.tensors().get(tensor.index()) else {
         return Err(model.not_found(format!("tensor number {}", tensor.0)));
     };

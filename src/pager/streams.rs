@@ -2,12 +2,17 @@
 //!
 //! A registered stream has one of 64 slots; a span keeps the slots that used it as bits. When a stream
 //! is unregistered a last fence is recorded, and the slot is given out again only when that is passed.
+//!
+//! Nothing is ever recorded on a stream that is being captured into a graph: what it has used cannot be
+//! taken meanwhile, and a slot that is given up then is looked at again when the capture is over.
 
-#![deny(unsafe_code)]
+#![expect(unsafe_code, reason = "registers streams that somebody else created")]
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
+use super::card::Pager;
 use super::core::Core;
 use super::error::PagerError;
 use crate::device::{DeviceError, Fence, Stream};
@@ -25,7 +30,15 @@ pub struct PagerStream {
 
 impl PagerStream {
     pub(super) fn register(core: &Arc<Core>, stream: Arc<Stream>) -> Result<Self, PagerError> {
-        let slot = core.control.lock().streams.add(&stream)?;
+        if !std::ptr::addr_eq(Arc::as_ptr(stream.device()), Arc::as_ptr(&core.device)) {
+            return Err(PagerError::OtherDevice {
+                stream: stream.device().info().name.clone(),
+                model: core.device.info().name.clone(),
+            });
+        }
+        let mut control = core.control.lock();
+        let control = &mut *control;
+        let slot = control.streams.add(&stream, &control.engine)?;
         let Some(slot) = slot else {
             return Err(PagerError::TooManyStreams { device: core.device.info().name.clone() });
         };
@@ -43,6 +56,27 @@ impl PagerStream {
 
     pub(super) fn bit(&self) -> u64 {
         1 << self.slot
+    }
+}
+
+impl Pager {
+    /// Registers a stream that somebody else created, by its driver's handle (a `CUstream`), so that units
+    /// may be faulted on it. Null stands for the legacy default stream. Dropping the answer records a last
+    /// fence and leaves the stream itself alone.
+    ///
+    /// # Errors
+    /// The per-thread default stream, which recorded from another thread means that thread's, and a stream
+    /// of another context are refused with [`crate::device::DeviceError::InvalidArgument`]; a device without
+    /// foreign streams answers [`crate::device::DeviceError::Unsupported`].
+    ///
+    /// # Safety
+    /// `stream` is null, one of the driver's default streams, or a live stream of this process, and stays
+    /// live until the answer and everything that was allocated on it are dropped; if it is dropped while the
+    /// stream is being captured, until the capture is over.
+    pub unsafe fn register_raw(&self, stream: *mut c_void) -> Result<PagerStream, PagerError> {
+        // SAFETY: the caller's promise.
+        let stream = unsafe { Stream::adopt(self.device(), stream)? };
+        self.register(Arc::new(stream))
     }
 }
 
@@ -74,6 +108,8 @@ impl Drop for PagerStream {
 enum Slot {
     Free,
     Used(Arc<Stream>),
+    /// Given up while the stream was being captured: no fence could be recorded yet.
+    Captured(Arc<Stream>),
     Retired(Fence),
 }
 
@@ -88,11 +124,16 @@ impl StreamTable {
         Self { slots: Vec::new() }
     }
 
-    fn add(&mut self, stream: &Arc<Stream>) -> Result<Option<u8>, DeviceError> {
+    fn add(&mut self, stream: &Arc<Stream>, engine: &CopyEngine) -> Result<Option<u8>, DeviceError> {
         for (number, slot) in (0..).zip(&mut self.slots) {
+            if let Slot::Captured(captured) = slot
+                && !captured.is_capturing()?
+            {
+                *slot = Slot::Retired(engine.record(captured)?);
+            }
             let free = match slot {
                 Slot::Free => true,
-                Slot::Used(_) => false,
+                Slot::Used(_) | Slot::Captured(_) => false,
                 Slot::Retired(fence) => fence.is_done()?,
             };
             if free {
@@ -107,8 +148,12 @@ impl StreamTable {
         Ok(u8::try_from(self.slots.len() - 1).ok())
     }
 
-    fn remove(&mut self, slot: u8, engine: &CopyEngine, stream: &Stream) -> Result<(), DeviceError> {
+    fn remove(&mut self, slot: u8, engine: &CopyEngine, stream: &Arc<Stream>) -> Result<(), DeviceError> {
         let Some(place) = self.slots.get_mut(usize::from(slot)) else { return Ok(()) };
+        if stream.is_capturing().unwrap_or(false) {
+            *place = Slot::Captured(Arc::clone(stream));
+            return Ok(());
+        }
         *place = match engine.record(stream) {
             Ok(fence) => Slot::Retired(fence),
             Err(error) => {
@@ -118,6 +163,17 @@ impl StreamTable {
             }
         };
         Ok(())
+    }
+
+    /// Whether one of the streams of `bits` is being captured, so that nothing may be recorded on it.
+    pub(super) fn is_capturing(&self, bits: u64) -> bool {
+        (0_u8..).zip(&self.slots).any(|(number, slot)| match slot {
+            // An error shows at the record that follows.
+            Slot::Used(stream) | Slot::Captured(stream) => {
+                bits >> number & 1 == 1 && stream.is_capturing().unwrap_or(false)
+            }
+            Slot::Free | Slot::Retired(_) => false,
+        })
     }
 
     /// Fences at the points that the streams of `bits` have been given work up to.
@@ -138,7 +194,7 @@ impl StreamTable {
             }
             match slot {
                 Slot::Free => {}
-                Slot::Used(stream) => fences.push((number, engine.record(stream)?)),
+                Slot::Used(stream) | Slot::Captured(stream) => fences.push((number, engine.record(stream)?)),
                 Slot::Retired(fence) => fences.push((number, fence.clone())),
             }
         }

@@ -150,6 +150,16 @@ impl Standin {
         }
     }
 
+    /// Makes a stream, by its driver's handle, pass for one that is being captured, or no longer.
+    pub(crate) fn set_capturing(&self, stream: *mut c_void, capturing: bool) {
+        // SAFETY: the hook's signature.
+        unsafe {
+            let hook: extern "C" fn(*mut c_void, c_int) =
+                std::mem::transmute(self.symbol("vram_pager_standin_set_capturing"));
+            hook(stream, c_int::from(capturing));
+        }
+    }
+
     /// Makes work of an open card complete late, as `seed` says.
     pub(crate) fn seed_delays(&self, ordinal: u32, seed: u64) {
         // SAFETY: the hook's signature.

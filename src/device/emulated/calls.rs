@@ -14,6 +14,7 @@ use crate::units::DeviceRange;
 
 impl VirtualMemory for EmulatedDevice {
     fn reserve(&self, bytes: u64) -> Result<DeviceRange, DeviceError> {
+        self.need_virtual_memory()?;
         self.enter(CallKind::Reserve, bytes)?;
         self.shared.memory.lock().reserve("reserve", bytes, false)
     }
@@ -25,6 +26,7 @@ impl VirtualMemory for EmulatedDevice {
     }
 
     fn create_frame(&self, bytes: u64) -> Result<FrameId, DeviceError> {
+        self.need_virtual_memory()?;
         self.enter(CallKind::CreateFrame, bytes)?;
         let frame = self.shared.memory.lock().create_frame("create_frame", bytes)?;
         self.clock.advance(self.options.costs.create_frame(bytes));

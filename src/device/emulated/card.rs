@@ -50,6 +50,9 @@ pub struct EmulatedOptions {
     /// Whether bytes are kept. Without, there are addresses, accounts and the clock, for cards and tables
     /// larger than this machine; work is done as it is enqueued and moves nothing.
     pub keeps_bytes: bool,
+    /// Whether there are virtual memory calls. Without, memory comes from the activation pool alone, as on
+    /// some virtual and embedded cards.
+    pub virtual_memory: bool,
     /// What calls cost on the modelled clock.
     pub costs: CallCosts,
     /// Whether new and released frames are filled with `0xDB`; on by default in debug builds.
@@ -68,6 +71,7 @@ impl EmulatedOptions {
             link: DEFAULT_LINK,
             disk: None,
             keeps_bytes: true,
+            virtual_memory: true,
             costs: CallCosts::default(),
             poison: cfg!(debug_assertions),
             max_mappings: None,
@@ -94,9 +98,10 @@ impl EmulatedOptions {
     fn name(&self, bytes: u64) -> String {
         let size = exact_size(bytes);
         let bytes = if self.keeps_bytes { "" } else { ",bytes=none" };
+        let vmm = if self.virtual_memory { "" } else { ",vmm=none" };
         match self.page_bytes {
-            DEFAULT_PAGE_BYTES => format!("emulated:{size}{bytes}"),
-            page => format!("emulated:{size},page={}{bytes}", exact_size(page)),
+            DEFAULT_PAGE_BYTES => format!("emulated:{size}{bytes}{vmm}"),
+            page => format!("emulated:{size},page={}{bytes}{vmm}", exact_size(page)),
         }
     }
 }
@@ -299,7 +304,7 @@ impl EmulatedDevice {
                 name,
                 total_bytes,
                 granularity: page_bytes,
-                virtual_memory: true,
+                virtual_memory: options.virtual_memory,
                 host_addressable: options.keeps_bytes,
                 link: Some(options.link),
                 keeps_bytes: options.keeps_bytes,
@@ -317,6 +322,18 @@ impl EmulatedDevice {
             faults: Faults::default(),
             options,
         }))
+    }
+
+    /// Refuses a virtual memory call on a card without them.
+    pub(super) fn need_virtual_memory(&self) -> Result<(), DeviceError> {
+        if self.options.virtual_memory {
+            return Ok(());
+        }
+        Err(DeviceError::Unsupported {
+            device: self.info.name.clone(),
+            what: "map memory".to_owned(),
+            advice: "take memory from its pool".to_owned(),
+        })
     }
 
     /// What the card was opened with.

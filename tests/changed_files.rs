@@ -2,6 +2,8 @@
 //! signal, no hang, no wrong byte under a guard, nothing left on the card; and the same pager then runs a
 //! good model. The same for what a disk does: short reads, interrupted ones, I/O errors.
 
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+
 mod common;
 
 use std::fs::{self, File, OpenOptions};

@@ -61,12 +61,11 @@ fn tokens(source: &str) -> Vec<(usize, Token)> {
                 let length =
                     rest.iter().position(|c| !c.is_alphanumeric() && *c != '_').unwrap_or(rest.len());
                 let word: String = rest[..length].iter().collect();
-                match raw_string(&word, &rest[length..]) {
-                    Some(more) => length + more,
-                    None => {
-                        found.push((line, Token::Word(word)));
-                        length
-                    }
+                if let Some(more) = raw_string(&word, &rest[length..]) {
+                    length + more
+                } else {
+                    found.push((line, Token::Word(word)));
+                    length
                 }
             }
             [c, ..] => {
@@ -248,6 +247,7 @@ fn violations(file: &str, source: &str) -> Vec<String> {
         .collect()
 }
 
+#[expect(clippy::unwrap_used, reason = "a source tree that cannot be read fails the test")]
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

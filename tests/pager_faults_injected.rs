@@ -6,6 +6,14 @@
 //! For failures that stay, the faults are taken away before the drop: a card that refuses every unmap
 //! cannot be given anything back.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::similar_names,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
+
 mod common;
 
 use std::sync::Arc;

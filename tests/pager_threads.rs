@@ -4,6 +4,8 @@
 //!
 //! Each thread has its own stream and numbers from the seed that a failure prints.
 
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+
 mod common;
 
 use std::sync::Arc;

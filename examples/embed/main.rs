@@ -77,7 +77,8 @@ struct Report {
 
 #[derive(Serialize)]
 struct Pass {
-    pass: u32,
+    #[serde(rename = "pass")]
+    number: u32,
     h2d_bytes: u64,
     file_bytes: u64,
     hits: u64,
@@ -116,7 +117,7 @@ fn run(args: &Args) -> Result<Report, RunnerError> {
         embedding = bert.embed(&compute, &stream, &ids)?;
         let (after, wall_ms) = (bert.model().counts(), began.elapsed().as_secs_f64() * 1e3);
         passes.push(Pass {
-            pass,
+            number: pass,
             h2d_bytes: after.copied_bytes - before.copied_bytes,
             file_bytes: after.file_bytes - before.file_bytes,
             hits: after.hits - before.hits,
@@ -148,7 +149,7 @@ fn print(report: &Report, json: bool) -> io::Result<()> {
             writeln!(
                 io::stderr(),
                 "pass {}: {} of {} copied to {}, {} faults found their weights there, {:.0} ms",
-                pass.pass,
+                pass.number,
                 format_size(pass.h2d_bytes),
                 format_size(report.weights_bytes),
                 report.device,

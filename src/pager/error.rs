@@ -125,6 +125,17 @@ impl PagerError {
     }
 }
 
+impl PagerError {
+    /// Whether memory of the card is what is lacking.
+    pub(super) fn is_shortage(&self) -> bool {
+        match self {
+            Self::Held { .. } | Self::NeverFits { .. } => true,
+            Self::Device(error) => error.is_out_of_memory(),
+            _ => false,
+        }
+    }
+}
+
 fn holders_text(holders: &[(String, u64)]) -> String {
     if holders.is_empty() {
         return String::new();

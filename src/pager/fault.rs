@@ -60,9 +60,16 @@ pub(super) fn fault_span(
     }
     control.under_way += 1;
     let mut count = Count::Hit;
-    match bring(core, &mut control, id, span, patience, &mut count)
-        .and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
-    {
+    let brought = match bring(core, &mut control, id, span, patience, &mut count) {
+        // What the activation pool keeps without using it may be the room that is lacking.
+        Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+            Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
+            Ok(false) => Err(error),
+            Err(other) => Err(other),
+        },
+        other => other,
+    };
+    match brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from)) {
         Ok(()) => {}
         Err(error) => {
             control.under_way -= 1;
@@ -100,14 +107,8 @@ fn bring(
     patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
-    let mut first_claim = true;
     loop {
-        if !first_claim && let Some(error) = span_error(control, id, span) {
-            return Err(error);
-        }
-        if first_claim {
-            forget_errors(control, id, span);
-        }
+        forget_errors(control, id, span);
         let claimed = claim::claim_span(core, control, id, span, patience)?;
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
@@ -118,18 +119,15 @@ fn bring(
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
-        first_claim = false;
-        loop {
-            if let Some(error) = span_error(control, id, span) {
-                return Err(error);
-            }
-            if !is_loading(control, id, span) {
-                break;
-            }
+        while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }
-        if is_present(control, id, span) {
-            break;
+        match span_error(control, id, span) {
+            // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
+            // next round asks anew. What this fault asked for itself is its own failure.
+            Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
+            None if is_present(control, id, span) => break,
+            Some(_) | None => {}
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };
@@ -286,13 +284,13 @@ fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.chosen_frames = None;
 }
 
-fn span_error(control: &Control, id: u32, span: u32) -> Option<PagerError> {
+fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {
     let model = control.model(id)?;
     if model.errors.is_empty() {
         return None;
     }
     let mut pages = model.layout.spans()[span as usize].pages.clone();
-    pages.find_map(|page| model.errors.get(&page)).cloned()
+    pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
 fn forget_errors(control: &mut Control, id: u32, span: u32) {

@@ -401,6 +401,22 @@ pub(super) fn make_room(core: &Core, control: &mut Control, bytes: u64) -> Resul
     Ok(u64::from(released) * core.page_bytes)
 }
 
+/// Takes back what the activation pool keeps without using it, if that is a page or more, and plans with
+/// it; answers whether there was anything.
+pub(super) fn trim_pool(core: &Core, control: &mut Control, id: u32) -> Result<bool, PagerError> {
+    let before = core.device.pool_figures()?;
+    if before.reserved.saturating_sub(before.used) < core.page_bytes {
+        return Ok(false);
+    }
+    core.device.pool_trim(before.used)?;
+    if core.device.pool_figures()?.reserved >= before.reserved {
+        return Ok(false);
+    }
+    refresh_budget(core, control, true)?;
+    replan(core, control, id, false)?;
+    Ok(true)
+}
+
 /// Gives back up to `bytes` of a model's resident pages, in whole pages, to the device; answers the bytes.
 pub(super) fn unload_pages(
     control: &mut Control,

@@ -91,12 +91,17 @@ pub(super) fn fault_rows<'m>(
     let allocation = model.pager().allocate(stream, bytes).map_err(|error| match error {
         PagerError::Device(device) if device.is_out_of_memory() => {
             let control = core.control.lock();
+            let limit = u64::from(control.budget) * core.page_bytes;
+            if bytes <= limit {
+                // It would fit if activations were given back.
+                return PagerError::Device(device);
+            }
             PagerError::NeverFits {
                 model: model.name().to_owned(),
                 what: format!("{} rows of tensor `{}`", rows.len(), info.name),
                 device: core.device.info().name.clone(),
                 need: bytes,
-                limit: u64::from(control.budget) * core.page_bytes,
+                limit,
                 holders: control.holders(core, u32::MAX),
             }
         }

@@ -1,6 +1,15 @@
 //! What the tests share: small models written to disk, and passes over them with every byte checked.
 
-#![allow(dead_code, missing_docs, unreachable_pub, reason = "each test uses a part of it")]
+#![allow(
+    dead_code,
+    missing_docs,
+    unreachable_pub,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::missing_panics_doc,
+    clippy::cast_possible_truncation,
+    reason = "each test uses a part of it, and a failure here is a failed test"
+)]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

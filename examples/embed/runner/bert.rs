@@ -92,7 +92,7 @@ impl Bert {
         let heads =
             Heads { count: self.config.num_attention_heads, width: hidden / self.config.num_attention_heads };
         let epsilon = self.config.layer_norm_eps;
-        let on = Session { compute, model: &self.model, stream };
+        let on = Session::new(compute, &self.model, stream);
 
         let words: Vec<u64> = ids.iter().map(|id| u64::from(*id)).collect();
         let positions: Vec<u64> = (0..ids.len() as u64).collect();

@@ -9,6 +9,7 @@
 
 #![expect(unsafe_code, reason = "launches kernels on guarded addresses")]
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use vram_pager::device::{
@@ -21,8 +22,8 @@ use vram_pager::weights::{TensorId, UnitId};
 use super::error::RunnerError;
 use super::kernels;
 
-/// How long a fault or an allocation waits for what other threads hold.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a fault or an allocation waits for what other sessions hold.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Attention scores are made for as many heads at once as fit in this many bytes, at least one.
 const SCORE_BYTES: u64 = 256 << 10;
@@ -46,6 +47,8 @@ pub(crate) struct Compute {
     mix: KernelId,
     gelu: KernelId,
     pool: KernelId,
+    /// Sessions that are under way: with one alone there is nobody to wait for.
+    sessions: AtomicUsize,
 }
 
 impl Compute {
@@ -63,6 +66,7 @@ impl Compute {
             mix: device.kernel("embed_mix")?,
             gelu: device.kernel("embed_gelu")?,
             pool: device.kernel("embed_pool")?,
+            sessions: AtomicUsize::new(0),
         })
     }
 }
@@ -100,12 +104,24 @@ pub(super) struct Heads {
 /// One stream's work on one model.
 #[derive(Debug)]
 pub(super) struct Session<'s> {
-    pub(super) compute: &'s Compute,
-    pub(super) model: &'s PagedModel,
-    pub(super) stream: &'s PagerStream,
+    compute: &'s Compute,
+    model: &'s PagedModel,
+    stream: &'s PagerStream,
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        self.compute.sessions.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl<'s> Session<'s> {
+    /// Begins work on a stream.
+    pub(super) fn new(compute: &'s Compute, model: &'s PagedModel, stream: &'s PagerStream) -> Self {
+        compute.sessions.fetch_add(1, Ordering::Relaxed);
+        Self { compute, model, stream }
+    }
+
     /// The sum of one row of each table a token. The tables themselves stay in the file.
     pub(super) fn embed(
         &self,
@@ -184,12 +200,12 @@ impl<'s> Session<'s> {
     /// Attention of every token to every other, head by head.
     pub(super) fn attention(
         &self,
-        q: &Activation,
-        k: &Activation,
-        v: &Activation,
+        query: &Activation,
+        key: &Activation,
+        value: &Activation,
         heads: Heads,
     ) -> Result<Activation, RunnerError> {
-        let (tokens, width) = (q.rows, q.width);
+        let (tokens, width) = (query.rows, query.width);
         let mut out = self.activation(tokens, width)?;
         let head_bytes = 4 * u64::from(tokens) * u64::from(tokens);
         let group = u32::try_from(SCORE_BYTES / head_bytes).unwrap_or(u32::MAX).clamp(1, heads.count);
@@ -199,12 +215,14 @@ impl<'s> Session<'s> {
             let count = group.min(heads.count - first);
             let mut shares = self.activation(count * tokens, tokens)?;
             let sizes = [tokens, width, first, count, heads.width].map(KernelArg::U32);
-            let [a, b, c, d, e] = sizes;
-            let args = [q.read(), k.read(), shares.write(), a, b, c, d, e, KernelArg::F32(scale)];
+            let mut args = vec![query.read(), key.read(), shares.write()];
+            args.extend(sizes);
+            args.push(KernelArg::F32(scale));
             self.tiles(self.compute.scores, tokens, tokens, count, &args)?;
             let args = [shares.write(), KernelArg::U32(count * tokens), KernelArg::U32(tokens)];
             self.launch(self.compute.softmax, [count * tokens, 1, 1], [BLOCK, 1, 1], &args)?;
-            let args = [shares.read(), v.read(), out.write(), a, b, c, d, e];
+            let mut args = vec![shares.read(), value.read(), out.write()];
+            args.extend(sizes);
             self.tiles(self.compute.mix, tokens, heads.width, count, &args)?;
         }
         Ok(out)
@@ -247,12 +265,26 @@ impl<'s> Session<'s> {
 
     fn activation(&self, rows: u32, width: u32) -> Result<Activation, RunnerError> {
         let bytes = 4 * u64::from(rows) * u64::from(width);
-        let memory = patiently(|| self.model.pager().allocate(self.stream, bytes))?;
+        let memory = self.patiently(|| self.model.pager().allocate(self.stream, bytes))?;
         Ok(Activation { memory, rows, width })
     }
 
     fn rows(&self, table: TensorId, rows: &[u64]) -> Result<RowsGuard<'s>, RunnerError> {
-        Ok(patiently(|| self.model.fault_rows(table, rows, self.stream))?)
+        Ok(self.patiently(|| self.model.fault_rows(table, rows, self.stream))?)
+    }
+
+    /// Tries again while other sessions may hold the memory that it takes.
+    fn patiently<T>(&self, mut take: impl FnMut() -> Result<T, PagerError>) -> Result<T, PagerError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let alone = self.compute.sessions.load(Ordering::Relaxed) < 2;
+            match take() {
+                Err(error) if may_pass(&error) && !alone && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                other => return other,
+            }
+        }
     }
 
     /// The session holds no other guard meanwhile, so that waiting for others cannot be waiting for itself.
@@ -320,19 +352,7 @@ fn columns(view: &TensorView<'_>) -> (u32, u32) {
     (narrow(view.rows.start), narrow(view.rows.end - view.rows.start))
 }
 
-/// Tries again while other threads hold the memory that it takes.
-fn patiently<T>(mut take: impl FnMut() -> Result<T, PagerError>) -> Result<T, PagerError> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        match take() {
-            Err(error) if may_pass(&error) && Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            other => return other,
-        }
-    }
-}
-
+/// Whether the memory may be there once others have given theirs back.
 fn may_pass(error: &PagerError) -> bool {
     error.is_held() || matches!(error, PagerError::Device(error) if error.is_out_of_memory())
 }

@@ -64,7 +64,7 @@ impl ModelFolder {
             return Err(refuse(format!("position_embedding_type is `{kind}`, this runner has `absolute`")));
         }
         let heads = config.num_attention_heads;
-        if heads == 0 || config.hidden_size == 0 || config.hidden_size % heads != 0 {
+        if heads == 0 || config.hidden_size == 0 || !config.hidden_size.is_multiple_of(heads) {
             return Err(refuse(format!("{} values cannot be {heads} heads", config.hidden_size)));
         }
         Ok(config)

@@ -45,8 +45,8 @@ impl RunnerError {
             | Self::BadFile { .. }
             | Self::WrongModel { .. }
             | Self::TooLong { .. }
-            | Self::NoTokens => true,
-            Self::Pager(PagerError::NeverFits { .. }) => true,
+            | Self::NoTokens
+            | Self::Pager(PagerError::NeverFits { .. }) => true,
             Self::Device(error) | Self::Pager(PagerError::Device(error)) => matches!(
                 error,
                 DeviceError::BadDeviceString { .. } | DeviceError::Unit(_) | DeviceError::Unavailable { .. }

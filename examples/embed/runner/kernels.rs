@@ -10,9 +10,9 @@
 //! | `embed_bias` | bias R, out W, rows, outputs, first, stride | out\[r]\[first + o] += bias\[o] |
 //! | `embed_matmul` | x R, weight R, out W, rows, inputs, outputs, first, stride | out\[r]\[first + o] += Σ x\[r]\[i] · weight\[o]\[i] |
 //! | `embed_layer_norm` | weight R, bias R, x W, rows, width, epsilon F | each row of x to mean 0, variance 1, · weight + bias |
-//! | `embed_scores` | q R, k R, out W, tokens, width, first, heads, head_width, scale F | out\[h]\[i]\[j] = scale · q\[i]·k\[j] of head first + h |
+//! | `embed_scores` | q R, k R, out W, tokens, width, first, heads, `head_width`, scale F | out\[h]\[i]\[j] = scale · q\[i]·k\[j] of head first + h |
 //! | `embed_softmax` | x W, rows, width | each row of x to shares |
-//! | `embed_mix` | shares R, v R, out W, tokens, width, first, heads, head_width | out\[i] of head first + h = Σ shares\[h]\[i]\[j] · v\[j] |
+//! | `embed_mix` | shares R, v R, out W, tokens, width, first, heads, `head_width` | out\[i] of head first + h = Σ shares\[h]\[i]\[j] · v\[j] |
 //! | `embed_gelu` | x W, count | x = x/2 · (1 + erf(x/√2)) |
 //! | `embed_pool` | x R, out W, rows, width | the mean of the rows, to length 1 |
 //!

@@ -161,7 +161,8 @@ struct DeviceReport {
 
 #[derive(Serialize, Clone, Debug)]
 struct Pass {
-    pass: u32,
+    #[serde(rename = "pass")]
+    number: u32,
     h2d_bytes: u64,
     file_bytes: u64,
     hits: u64,
@@ -418,7 +419,7 @@ impl<'r> Run<'r> {
             let end = ModelTime(self.pass_end.load(Ordering::Relaxed));
             self.device.set_now(end);
             passes.push(Pass {
-                pass,
+                number: pass,
                 h2d_bytes: counts.copied_bytes - before.copied_bytes,
                 file_bytes: counts.file_bytes - before.file_bytes,
                 hits: counts.hits - before.hits,
@@ -538,7 +539,7 @@ fn print_report(report: &Report, options: &RunOptions) -> Outcome {
     ]);
     for pass in &report.passes {
         table.row([
-            pass.pass.to_string(),
+            pass.number.to_string(),
             format_size(pass.h2d_bytes),
             format_size(pass.file_bytes),
             pass.hits.to_string(),

@@ -24,7 +24,7 @@ use vram_pager::weights::UnitId;
 const FAULTS: u32 = 500;
 
 #[derive(Serialize)]
-struct Hit {
+struct Cost {
     unit: &'static str,
     /// Nanoseconds of one.
     hit: f64,
@@ -32,7 +32,7 @@ struct Hit {
     ratio: f64,
 }
 
-impl Row for Hit {
+impl Row for Cost {
     const COLUMNS: &'static [(&'static str, usize)] =
         &[("unit", 7), ("hit ns", 7), ("bare ns", 7), ("hit/bare", 8)];
 
@@ -79,7 +79,7 @@ fn main() -> Outcome {
         }
         let each = |time: Duration| time.as_secs_f64() * 1e9 / f64::from(FAULTS);
         let (hit, bare) = (each(hit), each(bare));
-        report.add(Hit { unit, hit, bare, ratio: hit / bare });
+        report.add(Cost { unit, hit, bare, ratio: hit / bare });
     }
     report.end()
 }

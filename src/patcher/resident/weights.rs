@@ -622,7 +622,7 @@ impl Weights {
         self.counts.misses.fetch_add(1, Ordering::Relaxed);
         let capacity = state.buffer.as_ref().map_or(0, |buffer| buffer.range().bytes);
         if capacity < wanted && !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
             let stream = Arc::clone(state.engine.stream(0));
             state.buffer = Some(PoolAllocation::new(&stream, wanted)?);
         }
@@ -647,7 +647,7 @@ impl Weights {
     }
 
     /// Gives the streaming buffer back; no guard holds a place.
-    fn drop_buffer(&self, state: &mut State) -> Result<(), ResidentError> {
+    fn drop_buffer(state: &mut State) -> Result<(), ResidentError> {
         let places = std::mem::take(&mut state.places);
         for place in places.ends {
             for fence in place.ready.iter().chain(place.uses.iter().map(|(_, fence)| fence)) {
@@ -726,7 +726,7 @@ impl Weights {
         }
         let outside = state.modules.iter().any(|module| !module.loaded);
         if !outside && !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
         }
         Ok(self.loaded().saturating_sub(before))
     }
@@ -809,7 +809,7 @@ impl Weights {
         let pinned = (0..).zip(&state.modules).filter(|(_, module)| module.pins > 0).map(|(unit, _)| unit);
         let pinned: Vec<usize> = pinned.chain(state.places.pinned()).collect();
         if !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
         }
         if pinned.is_empty() {
             (state.attached, state.scratch, state.bake) = (None, None, false);

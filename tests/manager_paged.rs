@@ -550,12 +550,12 @@ fn concurrent_callers_never_deadlock_and_never_see_a_half_made_ledger() {
             while !done.load(Ordering::Relaxed) {
                 let entries = house.manager.current_loaded_models();
                 // Models that live are listed once.
-                let mut seen: Vec<_> =
+                let mut models: Vec<_> =
                     entries.iter().filter_map(LoadedModel::model).map(|model| model.weights_uuid()).collect();
-                let listed = seen.len();
-                seen.sort_unstable();
-                seen.dedup();
-                assert_eq!(seen.len(), listed, "a model is listed twice");
+                let listed = models.len();
+                models.sort_unstable();
+                models.dedup();
+                assert_eq!(models.len(), listed, "a model is listed twice");
                 let stats = house.manager.stats();
                 assert!(stats.models.iter().all(|model| model.loaded <= model.size));
             }

@@ -145,8 +145,7 @@ fn timed<T>(times: &mut Vec<f64>, call: impl FnOnce() -> Result<T, device::Devic
 /// The cost of each virtual memory call, a page each.
 fn memory_calls(device: &SharedDevice, figures: &mut Vec<(&'static str, f64)>) -> Outcome<()> {
     let page = device.info().granularity;
-    let [mut create, mut map, mut access, mut unmap, mut release, mut reserve] =
-        [const { Vec::new() }; 6];
+    let [mut create, mut map, mut access, mut unmap, mut release, mut reserve] = [const { Vec::new() }; 6];
     for _ in 0..ROUNDS {
         let mut frames = FrameSet::new(device, page);
         let mut numbers = Vec::new();

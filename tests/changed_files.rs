@@ -2,7 +2,7 @@
 //! signal, no hang, no wrong byte under a guard, nothing left on the card; and the same pager then runs a
 //! good model. The same for what a disk does: short reads, interrupted ones, I/O errors.
 
-#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod common;
 

@@ -383,7 +383,10 @@ fn each_way_to_be_unusable_is_told_with_what_to_do() {
         (with(&[("DEVICES", "0")]), &["CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES"][..]),
         (with(&[("VERSION", "11080")]), &["CUDA 11.8", "update"]),
         (with(&[("MISSING", "cuDeviceGet,cuMemGetInfo_v2")]), &["cuDeviceGet, cuMemGetInfo_v2"]),
-        (with(&[("MISSING", "cuCtxPushCurrent_v2,cuCtxSetCurrent")]), &["cuCtxPushCurrent_v2 or cuCtxSetCurrent"]),
+        (
+            with(&[("MISSING", "cuCtxPushCurrent_v2,cuCtxSetCurrent")]),
+            &["cuCtxPushCurrent_v2 or cuCtxSetCurrent"],
+        ),
         (with(&[("FAIL", "cuInit@1+=999")]), &["CUDA_ERROR_UNKNOWN (999)", "nvidia-modprobe"]),
         (with(&[("FAIL", "cuInit@1+=803")]), &["803", "reboot"]),
         (with(&[("FAIL", "cuDevicePrimaryCtxRetain@1+=2")]), &["cuda:0", "the card is full"]),

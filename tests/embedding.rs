@@ -17,7 +17,9 @@ use common::assert_nothing_left;
 use runner::{Bert, Compute, FETCH, ModelFolder, RunnerError, Tokens};
 use serde::Deserialize;
 use vram_pager::device::SharedDevice;
-use vram_pager::pager::{ModelCounts, Pager, PagerOptions};
+use vram_pager::manager::{LoadOptions, Manager};
+use vram_pager::pager::{ModelCounts, PagedModel, Pager, PagerOptions};
+use vram_pager::patcher::{Lora, LoraFile, ResidentOptions};
 use vram_pager::units::MIB;
 
 /// MiB of a card that the model never fits on.
@@ -60,7 +62,10 @@ struct Card {
 
 impl Card {
     fn open(mib: u64) -> Self {
-        let device = common::card(mib * MIB, 2 * MIB);
+        Self::on(common::card(mib * MIB, 2 * MIB))
+    }
+
+    fn on(device: SharedDevice) -> Self {
         let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
         let pager = Pager::new(&device, options).unwrap();
         let compute = Compute::new(&device).unwrap();
@@ -73,8 +78,12 @@ impl Card {
         self.bert.embed(&self.compute, &stream, ids).unwrap()
     }
 
+    fn model(&self) -> &Arc<PagedModel> {
+        self.bert.weights().paged().unwrap()
+    }
+
     fn counts(&self) -> ModelCounts {
-        self.bert.model().counts()
+        self.model().counts()
     }
 
     /// Drops everything but the device, on which nothing may be left.
@@ -160,7 +169,7 @@ fn the_words_table_is_never_brought_in_for_a_sentence() {
     let card = Card::open(120);
     let case = &reference()[0];
     card.embed(&case.ids);
-    let model = card.bert.model();
+    let model = card.model();
     let words = model.unit("embeddings.word_embeddings").unwrap();
     assert!(!model.is_resident(words));
     // Each of the three tables gives a row of 384 numbers a token.
@@ -190,7 +199,7 @@ fn room_for_all_but_the_words_table_is_enough() {
 #[test]
 fn memory_that_activations_gave_back_goes_to_weights() {
     // 500 tokens take more than half of this card; the weights find room only in what the pool no longer uses.
-    let card = Card::open("emulated:14MiB,page=2MiB");
+    let card = Card::open(14);
     let found = card.embed(&long_ids(500, 2));
     let length: f32 = found.iter().map(|number| number * number).sum();
     assert!((length - 1.0).abs() < 1e-5);
@@ -200,7 +209,7 @@ fn memory_that_activations_gave_back_goes_to_weights() {
 #[test]
 fn a_card_far_too_small_still_gives_the_reference() {
     // No layer fits: its matrices come in pieces of rows.
-    let card = Card::open("emulated:512KiB,page=64KiB");
+    let card = Card::on(common::small_card(512 << 10));
     for _ in 0..2 {
         assert_close(&card.embed(&reference()[0].ids), &reference()[0]);
     }
@@ -226,6 +235,138 @@ fn cards_of_24_to_120_mib_give_the_same_bits() {
         card.close();
     }
     assert_close(&first.unwrap()[0], &reference()[1]);
+}
+
+/// A manager of the card that leaves little free.
+fn manager(card: &Card) -> Manager {
+    let manager = Manager::new(std::slice::from_ref(&card.device));
+    manager.set_knobs(|knobs| (knobs.inference_floor, knobs.reserve) = (4 * MIB, 2 * MIB));
+    manager
+}
+
+impl Card {
+    /// As [`Self::open`], with resident weights.
+    fn resident(mib: u64) -> Self {
+        let device = common::card(mib * MIB, 2 * MIB);
+        let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
+        let pager = Pager::new(&device, options).unwrap();
+        let compute = Compute::new(&device).unwrap();
+        let options = ResidentOptions { page_locked_bytes: Some(48 * MIB), ..ResidentOptions::default() };
+        let bert = Bert::open_resident(&pager, &folder(), &options).unwrap();
+        Self { device, pager, compute, bert }
+    }
+}
+
+#[test]
+fn resident_partly_resident_and_paged_weights_give_the_same_bits() {
+    let case = &reference()[0];
+    let paged = Card::open(40);
+    let expected = paged.embed(&case.ids);
+    assert_close(&expected, case);
+    paged.close();
+    let mut last = 0;
+    for size in [40, 64, 100, 120] {
+        let card = Card::resident(size);
+        let manager = manager(&card);
+        let patcher = card.bert.weights().patcher();
+        manager.load_model_gpu(&patcher, LoadOptions::default()).unwrap();
+        let (loaded, whole) = (patcher.loaded_size(), patcher.model_size());
+        assert!(loaded >= last, "{size} MiB");
+        assert_eq!(loaded == whole, size >= 100, "{size} MiB: {loaded} of {whole}");
+        last = loaded;
+        for pass in 0..2 {
+            assert!(card.embed(&case.ids) == expected, "{size} MiB, pass {pass}");
+        }
+        // After a part of it has gone, too.
+        assert!(patcher.partially_unload(10 * MIB).unwrap() >= loaded.min(10 * MIB));
+        assert!(card.embed(&case.ids) == expected, "{size} MiB");
+        drop(patcher);
+        card.close();
+    }
+}
+
+/// Writes a LoRA of rank 4 on the queries and the wide layers, in both naming habits.
+fn write_lora(path: &std::path::Path) {
+    use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
+    let mut numbers = common::Numbers(4242);
+    let mut factor = |rows: usize, columns: usize| -> (Vec<usize>, Vec<u8>) {
+        let bytes = (0..rows * columns)
+            .flat_map(|_| (((numbers.next() % 2001) as f32 - 1000.0) / 8000.0).to_le_bytes())
+            .collect();
+        (vec![rows, columns], bytes)
+    };
+    let mut tensors: Vec<(String, (Vec<usize>, Vec<u8>))> = Vec::new();
+    for layer in 0..6 {
+        let key = format!("encoder.layer.{layer}.attention.self.query");
+        tensors.push((format!("transformer.{key}.lora_A.weight"), factor(4, 384)));
+        tensors.push((format!("transformer.{key}.lora_B.weight"), factor(384, 4)));
+        let key = format!("encoder.layer.{layer}.intermediate.dense");
+        tensors.push((format!("{key}.lora_down.weight"), factor(4, 384)));
+        tensors.push((format!("{key}.lora_up.weight"), factor(1536, 4)));
+        tensors.push((format!("{key}.alpha"), (vec![], 8.0_f32.to_le_bytes().to_vec())));
+    }
+    // The words table is looked up by rows.
+    tensors.push(("embeddings.word_embeddings.lora_A.weight".to_owned(), factor(4, 384)));
+    tensors.push(("embeddings.word_embeddings.lora_B.weight".to_owned(), factor(30_522, 4)));
+    let views = tensors.iter().map(|(name, (shape, bytes))| {
+        (name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes).unwrap())
+    });
+    serialize_to_file(views, None, path).unwrap();
+}
+
+#[test]
+fn a_lora_gives_the_same_bits_paged_streamed_and_baked_in() {
+    let case = &reference()[0];
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("lora.safetensors");
+    write_lora(&path);
+    let lora = LoraFile::open(&path).unwrap();
+    let loras = [Lora { file: &lora, strength: 0.75 }];
+
+    // The reference: wholly resident, baked in.
+    let card = Card::resident(160);
+    let on_card = manager(&card);
+    let patched = card.bert.with_loras(&loras).unwrap();
+    let patcher = patched.weights().patcher();
+    let baked = LoadOptions { force_patch_weights: true, ..LoadOptions::default() };
+    on_card.load_model_gpu(&patcher, baked).unwrap();
+    assert_eq!(patcher.loaded_size(), patcher.model_size());
+    let embed = |card: &Card, bert: &Bert| {
+        let stream = card.pager.stream().unwrap();
+        bert.embed(&card.compute, &stream, &case.ids).unwrap()
+    };
+    let expected = embed(&card, &patched);
+    let difference = |found: &[f32]| -> f64 {
+        found.iter().zip(&case.embedding).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max)
+    };
+    assert!(difference(&expected) > 0.01, "the LoRA changes something");
+    // The clone without patches gets the weights back as they were.
+    let plain = card.bert.weights().patcher();
+    on_card.load_model_gpu(&plain, LoadOptions::default()).unwrap();
+    assert_close(&embed(&card, &card.bert), case);
+    drop((plain, patcher, patched));
+    card.close();
+
+    for size in [40, 80] {
+        for resident in [true, false] {
+            let card = if resident { Card::resident(size) } else { Card::open(size) };
+            let on_card = manager(&card);
+            let patched = card.bert.with_loras(&loras).unwrap();
+            for bert in [&patched, &card.bert, &patched] {
+                let patcher = bert.weights().patcher();
+                on_card.load_model_gpu(&patcher, LoadOptions::default()).unwrap();
+                let found = embed(&card, bert);
+                if std::ptr::eq(bert, &raw const patched) {
+                    assert!(found == expected, "{size} MiB, resident {resident}: {}", difference(&found));
+                } else {
+                    assert_close(&found, case);
+                }
+                patcher.partially_unload(6 * MIB).unwrap();
+            }
+            drop(patched);
+            card.close();
+        }
+    }
 }
 
 #[test]

@@ -2,6 +2,8 @@
 //! fails at once with an error that names what is held; it never hangs. What a guard gave stays right
 //! until it is released, on whichever thread that is, and dropping the model waits for copies in flight.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod common;
 
 use std::collections::HashSet;
@@ -225,4 +227,27 @@ fn a_wait_for_guards_ends_at_its_deadline_and_says_who_holds() {
         });
     }
     assert_nothing_left(&device);
+}
+
+#[test]
+fn a_guard_is_released_on_another_stream_of_its_card_and_on_no_other() {
+    let file = ModelFile::new(&mixed_units(), 19);
+    let (device, elsewhere) = (small_card(MIB), small_card(MIB));
+    {
+        let here = pager(&device, small_options());
+        let there = pager(&elsewhere, small_options());
+        let model = here.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let (stream, other) = (here.stream().unwrap(), here.stream().unwrap());
+        let foreign = there.stream().unwrap();
+        model.fault_piece(unit_id(1), 0, &stream).unwrap().release_on(&other).unwrap();
+        let error = model.fault_piece(unit_id(1), 0, &stream).unwrap().release_on(&foreign).unwrap_err();
+        assert!(matches!(error, PagerError::OtherDevice { .. }), "{error}");
+        // Nothing stays held by it.
+        let verifier = Verifier::new(&model).unwrap();
+        for _ in 0..2 {
+            common::checked_pass(&model, &stream, &verifier).unwrap();
+        }
+    }
+    assert_nothing_left(&device);
+    assert_nothing_left(&elsewhere);
 }

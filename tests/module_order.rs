@@ -19,7 +19,7 @@ const ALLOWED: [(&str, &[&str]); 10] = [
     ("transfer", &["units", "sync", "device", "weights", "staging"]),
     ("pager", &["units", "sync", "device", "weights", "staging", "transfer"]),
     ("patcher", &["units", "sync", "device", "weights", "staging", "transfer", "pager"]),
-    ("manager", &["units", "sync", "device", "patcher"]),
+    ("manager", &["units", "sync", "device", "staging", "patcher"]),
     (
         "telemetry",
         &["units", "sync", "device", "weights", "staging", "transfer", "pager", "patcher", "manager"],

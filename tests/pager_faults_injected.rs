@@ -6,7 +6,7 @@
 //! For failures that stay, the faults are taken away before the drop: a card that refuses every unmap
 //! cannot be given anything back.
 
-#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod common;
 
@@ -20,7 +20,7 @@ use vram_pager::units::KIB;
 
 /// Nine units in 0.9 MiB; the card has room for about half.
 fn units() -> Vec<(u64, u64)> {
-    (0..9_u64).map(|number| [(128, 512), (16, 96), (160, 512)][number as usize % 3]).collect()
+    (0..9_usize).map(|number| [(128, 512), (16, 96), (160, 512)][number % 3]).collect()
 }
 
 const CARD: u64 = 512 * KIB;

@@ -2,13 +2,7 @@
 //! when they are cast and patched on the host, for every pair of types, with evictions in between, and a
 //! change of patches makes what is resident stale at once.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::cast_possible_truncation,
-    clippy::cast_precision_loss,
-    clippy::similar_names,
-    reason = "a failure here is a failed test, and its numbers are small"
-)]
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
 
 mod common;
 
@@ -122,9 +116,16 @@ fn every_pair_of_types_is_cast_on_the_way() {
                     assert_eq!(guard.tensor("weight").unwrap().dtype, compute);
                     guard.release();
                     for pass in 0..4 {
-                        println!("pass {pass}: {:?} {:?} {:?}", pager.figures(), model.counts(), device.counts());
+                        println!(
+                            "pass {pass}: {:?} {:?} {:?}",
+                            pager.figures(),
+                            model.counts(),
+                            device.counts()
+                        );
                         // What a pool does of its own: idle memory goes back, and is asked for again.
-                        if std::env::var_os("TRIM").is_some() { device.pool_trim(0).unwrap(); }
+                        if std::env::var_os("TRIM").is_some() {
+                            device.pool_trim(0).unwrap();
+                        }
                         checked(&model, None, &stream);
                     }
                     let tensor = model.index().tensor("layer.1.weight").unwrap();

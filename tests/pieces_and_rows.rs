@@ -2,13 +2,7 @@
 //! the bytes that it needs, the most that there could be, and who holds the rest. Odd tensors (no
 //! dimensions, one dimension, no bytes) are tensors like others.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::cast_possible_truncation,
-    clippy::cast_precision_loss,
-    clippy::similar_names,
-    reason = "a failure here is a failed test, and its numbers are small"
-)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod common;
 

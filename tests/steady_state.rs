@@ -2,6 +2,8 @@
 //! no mapping call and no device-wide wait, moves the same bytes each time, and every unit lies where it
 //! lay at the start.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod common;
 
 use common::{

@@ -3,6 +3,8 @@
 //! right, frames and ring stay within card less headroom, and when the pressure ends what was resident
 //! comes back within one pass.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
 mod common;
 
 use common::{

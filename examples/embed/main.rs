@@ -3,6 +3,7 @@
 //! ```text
 //! tests/fetch-models.sh
 //! cargo run --release --example embed -- "That is a happy person"
+//! cargo run --release --example embed -- --mode resident --device emulated:40MiB
 //! ```
 //!
 //! Exit codes: 0 done, 1 failed, 2 bad usage or bad input. With `--json` standard output carries one object
@@ -17,15 +18,26 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use vram_pager::device;
+use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{Pager, PagerOptions};
+use vram_pager::patcher::{Lora, LoraFile, PatcherCounters, ResidentOptions};
 use vram_pager::units::{format_size, parse_size};
 
 use runner::{Bert, Compute, FETCH, ModelFolder, RunnerError, Tokens};
 
-/// Embeds a sentence with all-MiniLM-L6-v2, whose weights are paged to a card.
+/// Where the weights are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum Mode {
+    /// Paged: what is asked for is faulted, page by page
+    Paged,
+    /// Resident: modules are loaded as far as there is room, the others streamed
+    Resident,
+}
+
+/// Embeds a sentence with all-MiniLM-L6-v2, whose weights need not fit the card.
 #[derive(Parser)]
 #[command(name = "embed", after_help = format!(
     "The model is fetched by {FETCH}. Exit codes: 0 done, 1 failed, 2 bad usage or bad input.\n\
@@ -43,6 +55,22 @@ struct Args {
     /// The card
     #[arg(long, default_value = "emulated:24MiB,page=2MiB")]
     device: String,
+
+    /// Where the weights are
+    #[arg(long, value_enum, default_value_t = Mode::Paged)]
+    mode: Mode,
+
+    /// A LoRA to apply; several are applied in order
+    #[arg(long, value_name = "FILE")]
+    lora: Vec<PathBuf>,
+
+    /// How strongly the LoRAs are applied
+    #[arg(long, value_name = "S", default_value_t = 1.0, allow_negative_numbers = true)]
+    strength: f32,
+
+    /// Write the LoRAs into resident weights, with backups
+    #[arg(long)]
+    bake: bool,
 
     /// How often to compute the embedding; later passes find part of the weights on the card
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
@@ -68,6 +96,7 @@ struct Report {
     device: String,
     sentence: String,
     ids: Vec<u32>,
+    mode: String,
     weights_bytes: u64,
     resident_bytes: u64,
     ring_bytes: u64,
@@ -80,10 +109,8 @@ struct Pass {
     #[serde(rename = "pass")]
     number: u32,
     h2d_bytes: u64,
-    file_bytes: u64,
     hits: u64,
-    loaded: u64,
-    streamed: u64,
+    misses: u64,
     wall_ms: f64,
 }
 
@@ -107,36 +134,63 @@ fn run(args: &Args) -> Result<Report, RunnerError> {
     let options = PagerOptions { page_locked_bytes: args.page_locked, ..PagerOptions::default() };
     let pager = Pager::new(&card, options)?;
     let compute = Compute::new(&card)?;
-    let bert = Bert::open(&pager, &folder)?;
-    bert.model().activate(Some(args.passes))?;
+    let mut bert = match args.mode {
+        Mode::Paged => Bert::open(&pager, &folder)?,
+        Mode::Resident => {
+            let options =
+                ResidentOptions { page_locked_bytes: args.page_locked, ..ResidentOptions::default() };
+            Bert::open_resident(&pager, &folder, &options)?
+        }
+    };
+    let files = args.lora.iter().map(LoraFile::open).collect::<Result<Vec<_>, _>>()?;
+    let loras: Vec<Lora<'_>> = files.iter().map(|file| Lora { file, strength: args.strength }).collect();
+    if !loras.is_empty() {
+        bert = bert.with_loras(&loras)?;
+    }
+    let manager = Manager::new(std::slice::from_ref(&card));
+    // The defaults are for cards of gigabytes; this one may have a few mebibytes.
+    manager.set_knobs(|knobs| {
+        knobs.inference_floor = knobs.inference_floor.min(card.info().total_bytes / 16);
+        knobs.reserve = knobs.reserve.min(card.info().total_bytes / 32);
+    });
+    let patcher = bert.weights().patcher();
+    let options = LoadOptions { force_patch_weights: args.bake, ..LoadOptions::default() };
+    manager.load_model_gpu(&patcher, options)?;
+    if let Some(model) = bert.weights().paged() {
+        model.activate(Some(args.passes))?;
+    }
     let stream = pager.stream()?;
     let mut passes = Vec::new();
     let mut embedding = Vec::new();
     for pass in 1..=args.passes {
-        let (before, began) = (bert.model().counts(), Instant::now());
+        let (before, began) = (patcher.counters(), Instant::now());
         embedding = bert.embed(&compute, &stream, &ids)?;
-        let (after, wall_ms) = (bert.model().counts(), began.elapsed().as_secs_f64() * 1e3);
-        passes.push(Pass {
-            number: pass,
-            h2d_bytes: after.copied_bytes - before.copied_bytes,
-            file_bytes: after.file_bytes - before.file_bytes,
-            hits: after.hits - before.hits,
-            loaded: after.loaded - before.loaded,
-            streamed: after.streamed - before.streamed,
-            wall_ms,
-        });
+        passes.push(Pass::between(pass, before, patcher.counters(), began));
     }
     Ok(Report {
-        model: bert.model().name().to_owned(),
+        model: patcher.label(),
         device: card.info().name.clone(),
         sentence: args.sentence.clone(),
         ids,
-        weights_bytes: bert.model().figures().weights_bytes,
-        resident_bytes: pager.figures().resident_bytes,
+        mode: format!("{:?}", args.mode).to_lowercase(),
+        weights_bytes: patcher.model_size(),
+        resident_bytes: patcher.loaded_size(),
         ring_bytes: pager.figures().ring_bytes,
         passes,
         embedding,
     })
+}
+
+impl Pass {
+    fn between(pass: u32, before: PatcherCounters, after: PatcherCounters, began: Instant) -> Self {
+        Self {
+            number: pass,
+            h2d_bytes: after.bytes_to_device - before.bytes_to_device,
+            hits: after.hits - before.hits,
+            misses: after.misses - before.misses,
+            wall_ms: began.elapsed().as_secs_f64() * 1e3,
+        }
+    }
 }
 
 /// Prints the embedding on standard output, and what the passes took on standard error.

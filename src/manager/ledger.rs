@@ -63,6 +63,21 @@ impl Ledger {
         self.settled.notify_all();
     }
 
+    /// Puts `entry` at the front unless its weights are listed; answers the entry that is listed then.
+    pub(super) fn list_unless_listed(&self, entry: LoadedModel) -> LoadedModel {
+        let mut state = self.lock();
+        let listed = state.entries.values().find(|known| known.weights() == entry.weights()).cloned();
+        if let Some(listed) = listed {
+            return listed;
+        }
+        state.front -= 1;
+        let front = state.front;
+        entry.set_position(front);
+        entry.set_standing(Standing::Listed);
+        state.entries.insert(front, entry.clone());
+        entry
+    }
+
     /// Takes `gone` out.
     pub(super) fn remove(&self, gone: &[LoadedModel]) {
         if gone.is_empty() {

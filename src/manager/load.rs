@@ -84,7 +84,7 @@ impl Manager {
     /// let spec = SizedSpec { size: 12 * GIB, ..SizedSpec::default() };
     /// let model: Arc<dyn ModelPatcher> = SizedModel::new(spec, &card);
     ///
-    /// // A sampler asks for a batch of two, accepts one, and sizes its batch by what is free after.
+    /// // A sampler asks for a batch of two and accepts one.
     /// let each = 2 * GIB;
     /// let options = LoadOptions {
     ///     memory_required: 2 * each,
@@ -94,13 +94,6 @@ impl Manager {
     /// manager.load_model_gpu(&model, options)?;
     /// let batch = (manager.get_free_memory(Some(model.load_device()))? / each).clamp(1, 2);
     /// assert_eq!(batch, 1);
-    ///
-    /// // Out of memory: give everything up and try again.
-    /// if let Err(error) = manager.load_model_gpu(&model, options) {
-    ///     assert!(error.is_out_of_memory());
-    ///     manager.unload_all_models()?;
-    ///     manager.load_model_gpu(&model, options)?;
-    /// }
     /// # Ok(())
     /// # }
     /// ```
@@ -120,6 +113,8 @@ impl Manager {
         let _span = span.enter();
         let _turn = self.loads.lock();
         self.cleanup_models_gc();
+        // The machine's share of page-locked memory may have changed without a word.
+        self.apply_limits();
 
         let knobs = self.knobs();
         let minimum_inference = knobs.minimum_inference_memory();
@@ -168,6 +163,41 @@ impl Manager {
         options: LoadOptions,
     ) -> Result<(), ManagerError> {
         self.load_models_gpu(std::slice::from_ref(model), options)
+    }
+
+    /// Lists a model that was loaded elsewhere, in front, with no admission: a [stand-in] for what a worker
+    /// process has brought to the card by itself. The manager evicts it like any other. Answers its entry.
+    ///
+    /// Where its weights are listed already (through this patcher or a clone) that entry is answered, where
+    /// it stands, with `currently_used` as given here. A stand-in is listed with `currently_used` false:
+    /// this process does not know whether the worker is running it.
+    ///
+    /// It counts as a load: it waits for its turn.
+    ///
+    /// # Errors
+    /// The model's card is unknown. [`ManagerError::Reentrant`] if called from inside a patcher's method.
+    ///
+    /// [stand-in]: crate::patcher::StandIn
+    pub fn list(
+        &self,
+        model: &Arc<dyn ModelPatcher>,
+        currently_used: bool,
+    ) -> Result<LoadedModel, ManagerError> {
+        self.refuse_nested("list")?;
+        self.card(model.load_device(), &format!("{} is to be listed there", model.label()))?;
+        let entry = LoadedModel::new(model);
+        let _turn = self.loads.lock();
+        self.cleanup_models_gc();
+        let entry = self.ledger.list_unless_listed(entry);
+        entry.set_currently_used(currently_used);
+        tracing::debug!(
+            model = model.label(),
+            device = %model.load_device(),
+            loaded = model.loaded_size(),
+            currently_used,
+            "listed"
+        );
+        Ok(entry)
     }
 
     /// Takes the entries of `wanted` and of their clones into the load's hands, waiting for threads that

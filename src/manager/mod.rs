@@ -29,8 +29,90 @@
 //! | `LoadedModel` | [`LoadedModel`] | `model_load` takes a [`LoadBudget`](crate::patcher::LoadBudget) where the reference has a float with the special values 0, 0.1 and 1e32; `model_unload` takes `Option` |
 //! | `ensure_pin_budget`, `ensure_pin_registerable` | [`Manager::ensure_pin_budget`], [`Manager::ensure_pin_registerable`] | never fail |
 //! | `ModelPatcher` | [`ModelPatcher`](crate::patcher::ModelPatcher) | only what the manager calls; `clone` is a patcher's own `clone_model`, since `Arc::clone` hides the name |
+//! | (none) | [`Manager::list`] | lists a model that was loaded elsewhere: a stand-in for a worker's |
 //! | `VRAMState` | [`VramState`] | a live setting in [`Knobs`] |
 //! | the answers of other backends | [`free_memory_rule`], [`total_memory_rule`], [`default_reserve`], [`default_min_weight_ratio`] | pure functions of a [`Backend`] |
+//!
+//! # Callers
+//!
+//! A runner asks for room for a batch of two, accepts one, and sizes its batch by what is free after the
+//! load:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use vram_pager::manager::{LinuxHost, LoadOptions, Manager};
+//! # use vram_pager::patcher::{ModelPatcher, SizedCard, SizedModel, SizedSpec};
+//! # const GIB: u64 = 1 << 30;
+//! # let card = SizedCard::new("8 GiB", 8 * GIB);
+//! # let manager = Manager::over(vec![card.clone()], Arc::new(LinuxHost::default()));
+//! # let sized = |gib| SizedModel::new(SizedSpec { size: gib * GIB, ..SizedSpec::default() }, &card);
+//! # let (small, large): (Arc<dyn ModelPatcher>, Arc<dyn ModelPatcher>) = (sized(2), sized(12));
+//! let each = 2 * GIB;
+//! let options = LoadOptions {
+//!     memory_required: 2 * each,
+//!     minimum_memory_required: Some(each),
+//!     ..LoadOptions::default()
+//! };
+//! let batch_of = |model: &Arc<dyn ModelPatcher>| {
+//!     manager.load_model_gpu(model, options)?;
+//!     Ok::<_, vram_pager::manager::ManagerError>((manager.get_free_memory(None)? / each).clamp(1, 2))
+//! };
+//! assert_eq!(batch_of(&small)?, 2);
+//! // The weights take what the smaller batch leaves: so much of the model stays on the card.
+//! assert_eq!(batch_of(&large)?, 1);
+//! assert!(large.loaded_size() > 5 * GIB);
+//! # Ok::<(), vram_pager::manager::ManagerError>(())
+//! ```
+//!
+//! A loader chooses the type of a model's weights before it has any of them:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use vram_pager::manager::{LinuxHost, Manager, ManagerError};
+//! # use vram_pager::patcher::SizedCard;
+//! fn bytes_each(manager: &Manager, parameters: u64) -> Result<u64, ManagerError> {
+//!     let most = manager.maximum_vram_for_weights(None)?;
+//!     Ok(if parameters * 2 <= most { 2 } else { 1 })
+//! }
+//! # let over = |gib: u64| Manager::over(vec![SizedCard::new("", gib << 30)], Arc::new(LinuxHost::default()));
+//! assert_eq!(bytes_each(&over(24), 12_000_000_000)?, 1, "fp8");
+//! assert_eq!(bytes_each(&over(48), 12_000_000_000)?, 2, "f16");
+//! # Ok::<(), ManagerError>(())
+//! ```
+//!
+//! A run finds the card full, gives everything up and tries once more:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use vram_pager::device::DeviceError;
+//! # use vram_pager::manager::{LinuxHost, LoadOptions, Manager};
+//! # use vram_pager::patcher::{ModelPatcher, SizedCard, SizedModel, SizedSpec};
+//! # const GIB: u64 = 1 << 30;
+//! # let card = SizedCard::new("8 GiB", 8 * GIB);
+//! # let manager = Manager::over(vec![card.clone()], Arc::new(LinuxHost::default()));
+//! # let spec = SizedSpec { size: 6 * GIB, ..SizedSpec::default() };
+//! # let model: Arc<dyn ModelPatcher> = SizedModel::new(spec, &card);
+//! # manager.load_model_gpu(&model, LoadOptions::default())?;
+//! # let (call, requested, total) = ("decode", 7 * GIB, 8 * GIB);
+//! # let mut tries = 0;
+//! # let mut decode = || {
+//! #     tries += 1;
+//! #     match card.driver_free().unsigned_abs() {
+//! #         free if free >= requested => Ok(()),
+//! #         free => Err(DeviceError::OutOfMemory { device: "8 GiB".into(), call, requested, free, total }),
+//! #     }
+//! # };
+//! match decode() {
+//!     Err(error) if error.is_out_of_memory() => {
+//!         manager.unload_all_models()?;
+//!         decode()?;
+//!     }
+//!     other => other?,
+//! }
+//! # assert_eq!(tries, 2);
+//! assert!(manager.loaded_models(false).is_empty());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 //!
 //! # Threads
 //!
@@ -60,7 +142,7 @@
 //! | a card that is lost | [`ManagerError::Device`]; `unload_all_models` needs no figures and still works |
 //! | host memory as the device | loads whole, frees nothing |
 //!
-//! May import: units, device, patcher; never pager.
+//! May import: units, device, staging (the page-locked budget's rule), patcher; never pager.
 
 #![deny(unsafe_code)]
 
@@ -77,6 +159,7 @@ mod pins;
 mod platform;
 mod state;
 mod stats;
+mod workers;
 
 pub use admission::UNLIMITED;
 pub use error::ManagerError;

@@ -1,8 +1,8 @@
 //! [`Manager`]: the cards it knows, its settings, and everything that only reads.
 //!
 //! Locks, each held for a few instructions and never across a call out: the settings', the ledger's, and
-//! one a card for its idle caches. `loads` is the only long one: it admits one load at a time and is taken
-//! first.
+//! one a card for its idle caches. Two are long: `loads` admits one load at a time and is taken first; a
+//! card's `limits` is held while its pagers are told of new settings, which calls nothing of the manager.
 
 #![deny(unsafe_code)]
 
@@ -23,7 +23,7 @@ use super::platform::{
 };
 use super::{Knobs, ManagerError, admission};
 use crate::device::SharedDevice;
-use crate::patcher::{IdleCache, ModelPatcher, Place};
+use crate::patcher::{CardLimits, IdleCache, ModelPatcher, Place};
 
 /// The memory manager: admits models to cards and evicts them.
 ///
@@ -43,6 +43,8 @@ pub struct Manager {
 pub(super) struct Card {
     pub(super) figures: Arc<dyn CardFigures>,
     idle: Mutex<IdleCaches>,
+    /// What the registered caches were last told.
+    limits: Mutex<Option<CardLimits>>,
     /// The size to act as; `u64::MAX` for the card's own.
     cap: AtomicU64,
 }
@@ -62,6 +64,7 @@ impl Manager {
         let cards = cards.into_iter().map(|figures| Card {
             figures,
             idle: Mutex::default(),
+            limits: Mutex::default(),
             cap: AtomicU64::new(u64::MAX),
         });
         Self {
@@ -89,28 +92,38 @@ impl Manager {
         *self.knobs.read()
     }
 
-    /// Changes settings; the next call of any function sees all of the change.
+    /// Changes settings; the next call of any function sees all of the change. Pagers that are registered
+    /// ([`Self::register_idle_cache`]) obey at once, and give back what is too much.
     pub fn set_knobs(&self, change: impl FnOnce(&mut Knobs)) {
         // Works on a copy, so that the closure, which is the caller's code, runs with no lock held.
         let mut knobs = self.knobs();
         change(&mut knobs);
         *self.knobs.write() = knobs;
+        self.apply_limits();
     }
 
-    /// Makes a card act as one of `cap` bytes; `None` gives it its own size back.
+    /// Makes a card act as one of `cap` bytes; `None` gives it its own size back. It does so for admission
+    /// and for registered pagers, which leave the rest free.
     pub fn set_cap(&self, device: Place, cap: Option<u64>) -> Result<(), ManagerError> {
         if let Some(card) = self.card(device, "a cap was to be set")? {
             card.cap.store(cap.unwrap_or(u64::MAX), Ordering::Relaxed);
         }
+        self.apply_limits();
         Ok(())
     }
 
     /// Registers device memory of `device` that is held but backs nothing. It counts as free from now on
     /// and goes back to the driver when room is needed. Held weakly.
+    ///
+    /// Whoever is registered also follows the manager's settings from now on, whatever it was opened with:
+    /// it leaves [`Self::headroom`] free, keeps within a cap, and page-locks no more than its part of
+    /// [`Self::page_locked_budget`] (see [`CardLimits`]).
     pub fn register_idle_cache(&self, device: Place, cache: &Arc<dyn IdleCache>) -> Result<(), ManagerError> {
         if let Some(card) = self.card(device, "an idle cache was to be registered")? {
             card.idle.lock().register(cache);
+            *card.limits.lock() = None;
         }
+        self.apply_limits();
         Ok(())
     }
 
@@ -122,6 +135,7 @@ impl Manager {
     /// Sets [`Self::extra_reserved_memory`]. A worker publishes here what others hold.
     pub fn set_extra_reserved_memory(&self, bytes: u64) {
         self.knobs.write().reserve = bytes;
+        self.apply_limits();
     }
 
     /// What must stay free below any load: the floor (0.8 GiB unless set) and the reserve.
@@ -213,6 +227,34 @@ impl Manager {
             .iter()
             .filter(|entry| entry.device() == device)
             .fold(0, |sum: u64, entry| sum.saturating_add(entry.model_offloaded_memory()))
+    }
+
+    /// Tells registered caches what the settings allow them now, where that changed. A card that does not
+    /// answer is passed over: its caches are told when it does.
+    pub(super) fn apply_limits(&self) {
+        assert_not_held();
+        let caches: Vec<_> = self.cards.iter().map(Card::idle_caches).collect();
+        let sharers = caches.iter().map(Vec::len).sum::<usize>() as u64;
+        if sharers == 0 {
+            return;
+        }
+        for (card, caches) in self.cards.iter().zip(&caches).filter(|(_, caches)| !caches.is_empty()) {
+            // Held while the caches are told, so that the last settings are the last that they hear of.
+            let mut told = card.limits.lock();
+            let Ok(raw) = card.figures.read() else { continue };
+            let total = raw.driver_total.min(card.cap.load(Ordering::Relaxed));
+            let hidden = raw.driver_total - total;
+            let limits = CardLimits {
+                leave_free: self.knobs().headroom_of(total).saturating_add(hidden),
+                page_locked: self.page_locked_budget() / sharers,
+            };
+            if told.replace(limits) != Some(limits) {
+                tracing::debug!(card = card.figures.label(), ?limits, "told the pagers");
+                for cache in caches {
+                    cache.apply_limits(limits);
+                }
+            }
+        }
     }
 
     /// The card that `device` is; `None` for host memory.

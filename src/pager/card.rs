@@ -13,7 +13,7 @@ use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::frames::Frames;
-use super::load::Loads;
+use super::load::{self, Loads};
 use super::model::PagedModel;
 use super::options::{ModelOptions, PagerOptions};
 use super::order::{OrderLearner, PassOrder};
@@ -85,8 +85,7 @@ impl Pager {
             }));
         }
         let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
-        let limit =
-            options.page_locked_bytes.unwrap_or_else(|| budget::page_locked_limit(budget::host_memory()));
+        let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
         let arena = Arena::new(
             device,
@@ -107,6 +106,7 @@ impl Pager {
             ring_hand: 0,
             cached_bytes: 0,
             under_way: 0,
+            releases: 0,
             refused: false,
             ring_grew: false,
             scratch: Vec::new(),
@@ -288,9 +288,13 @@ impl Pager {
         u64::from(control.resident_pages() - own + control.frames.idle()) * self.core.page_bytes
     }
 
-    /// Sets the bytes of host memory that may be page-locked.
-    pub fn set_page_locked_limit(&self, bytes: u64) {
+    /// Sets the bytes of host memory that may be page-locked. Takes effect at once: pages kept beyond it are
+    /// given up, and blocks without a buffer go back to the host. What reads go through stays, if it is more.
+    pub fn set_page_locked_limit(&self, bytes: u64) -> Result<(), PagerError> {
         self.core.arena.set_limit(bytes);
+        load::drop_kept_over_limit(&self.core, &mut self.core.control.lock());
+        self.core.arena.trim(bytes)?;
+        Ok(())
     }
 
     /// What the pager holds.

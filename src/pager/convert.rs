@@ -9,31 +9,43 @@
 
 use std::ops::Range;
 
-use super::core::ModelState;
-use super::patches::DevicePatch;
-use crate::device::{DeviceError, PatchPart, PoolAllocation, cast_kernel, cast_launch, patch_launch};
+use super::patches::{DevicePatch, DevicePatches};
+use crate::device::{DeviceError, PatchPart, cast_kernel, cast_launch, patch_launch};
 use crate::staging::StagingBuffer;
 use crate::transfer::{Batch, float_type, is_cast_on_card};
-use crate::units::{DeviceRange, ModelTime};
-use crate::weights::Extent;
+use crate::units::{DeviceAddress, DeviceRange, ModelTime};
+use crate::weights::{Extent, PageLayout};
 
 /// A gap of at most this many bytes between two tensors is copied along with them.
 const COPIED_GAP: u64 = 4096;
 
+/// Where copies of a model's bytes go, and what is done with them there.
+#[derive(Clone, Copy)]
+pub(crate) struct CopyTarget<'a> {
+    /// The model's addresses.
+    pub(crate) layout: &'a PageLayout,
+    /// The device address that stands for model address 0; it may wrap.
+    pub(crate) base: DeviceAddress,
+    /// Memory of the batch's stream where what is cast lands: as much as a run is long.
+    pub(crate) scratch: Option<DeviceRange>,
+    /// The patches to apply.
+    pub(crate) patches: Option<&'a DevicePatches>,
+}
+
 /// Enqueues what brings the model addresses `run` to the card; answers the bytes that cross the link.
-/// `source` holds the pages from the given one on; a device without bytes has none.
-pub(super) fn copy_run(
+/// `source` holds the bytes from the given model address on; a device without bytes has none.
+///
+/// The caller has claimed the target: nobody uses it before the batch's fence.
+pub(crate) fn copy_run(
     batch: &Batch<'_>,
-    model: &ModelState,
-    scratch: &[PoolAllocation],
+    target: &CopyTarget<'_>,
     run: Range<u64>,
-    source: Option<(&StagingBuffer, u32)>,
+    source: Option<(&StagingBuffer, u64)>,
     available: ModelTime,
-    page_bytes: u64,
 ) -> Result<u64, DeviceError> {
-    let base = model.range.range().start;
+    let base = target.base;
     let copy = |to: DeviceRange, at: u64| match source {
-        Some((buffer, first)) => batch.copy(to, buffer, at - u64::from(first) * page_bytes, available),
+        Some((buffer, first)) => batch.copy(to, buffer, at - first, available),
         None => batch.copy_without_bytes(to, available),
     };
     let mut bytes = 0;
@@ -46,11 +58,11 @@ pub(super) fn copy_run(
         }
         Ok(())
     };
-    for extent in model.layout.extents(run.clone()) {
+    for extent in target.layout.extents(run.clone()) {
         let end = extent.at + extent.device_bytes;
         if is_cast_on_card(&extent) {
             flush(&mut plain, &mut bytes)?;
-            cast_into_place(batch, model, scratch, &extent, run.start, &copy)?;
+            cast_into_place(batch, target, &extent, run.start, &copy)?;
             bytes += extent.file_bytes;
             continue;
         }
@@ -63,29 +75,37 @@ pub(super) fn copy_run(
         }
     }
     flush(&mut plain, &mut bytes)?;
-    if let Some(attached) = &model.attached {
-        for extent in model.layout.extents(run) {
-            for patch in attached.by_tensor.get(&extent.tensor).into_iter().flatten() {
-                patch_part(batch, model, &extent, patch)?;
-            }
+    patch_run(batch, target, run)?;
+    Ok(bytes)
+}
+
+/// Enqueues the patches of the model addresses `run`, whose bytes are there and not patched yet.
+pub(crate) fn patch_run(
+    batch: &Batch<'_>,
+    target: &CopyTarget<'_>,
+    run: Range<u64>,
+) -> Result<(), DeviceError> {
+    let Some(patches) = target.patches else { return Ok(()) };
+    for extent in target.layout.extents(run) {
+        for patch in patches.by_tensor.get(&extent.tensor).into_iter().flatten() {
+            patch_part(batch, target, &extent, patch)?;
         }
     }
-    Ok(bytes)
+    Ok(())
 }
 
 /// Copies a narrow extent to the scratch memory of the batch's stream and casts it from there.
 fn cast_into_place(
     batch: &Batch<'_>,
-    model: &ModelState,
-    scratch: &[PoolAllocation],
+    target: &CopyTarget<'_>,
     extent: &Extent,
     run_start: u64,
     copy: &impl Fn(DeviceRange, u64) -> Result<(), DeviceError>,
 ) -> Result<(), DeviceError> {
     let refuse = |why: String| DeviceError::InvalidArgument { call: "cast", why };
-    let landing = scratch
-        .get(batch.place())
-        .and_then(|scratch| scratch.range().part(extent.at - run_start, extent.file_bytes))
+    let landing = target
+        .scratch
+        .and_then(|scratch| scratch.part(extent.at - run_start, extent.file_bytes))
         .ok_or_else(|| refuse(format!("no scratch memory for {} bytes", extent.file_bytes)))?;
     let (Some(from), Some(to)) = (float_type(extent.from), float_type(extent.to)) else {
         return Err(refuse(format!("nothing casts {} to {}", extent.from, extent.to)));
@@ -93,7 +113,7 @@ fn cast_into_place(
     let name = cast_kernel(from, to).ok_or_else(|| refuse(format!("nothing casts {from} to {to}")))?;
     copy(landing, extent.at)?;
     let kernel = batch.kernel(name)?;
-    let into = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let into = DeviceRange::new(target.base.offset(extent.at), extent.device_bytes);
     let launch = cast_launch(kernel, landing, extent.file_bytes / from.bytes(), into);
     // SAFETY: the target is a claimed, mapped page that nobody uses before the batch's fence; the scratch
     // memory belongs to this stream, whose next use comes after this kernel.
@@ -103,11 +123,11 @@ fn cast_into_place(
 /// Patches the elements of one extent.
 fn patch_part(
     batch: &Batch<'_>,
-    model: &ModelState,
+    target: &CopyTarget<'_>,
     extent: &Extent,
     patch: &DevicePatch,
 ) -> Result<(), DeviceError> {
-    let tensor = model.layout.tensor_at(extent.tensor);
+    let tensor = target.layout.tensor_at(extent.tensor);
     let part = PatchPart {
         first: (extent.at - tensor.at) / patch.element_bytes,
         elements: extent.device_bytes / patch.element_bytes,
@@ -115,7 +135,7 @@ fn patch_part(
         rank: patch.rank,
         scale: patch.scale,
     };
-    let weight = DeviceRange::new(model.range.range().start.offset(extent.at), extent.device_bytes);
+    let weight = DeviceRange::new(target.base.offset(extent.at), extent.device_bytes);
     let launch = patch_launch(patch.kernel, weight, part, patch.up, patch.down);
     // SAFETY: the weight is a claimed, mapped page that nobody uses before the batch's fence; the factors
     // live until the set is detached, which drains the copy streams first.

@@ -69,6 +69,8 @@ pub(super) struct Control {
     pub(super) cached_bytes: u64,
     /// Faults that claim or wait for bytes, and guards of streamed spans.
     pub(super) under_way: u32,
+    /// Releases of streamed spans so far: what a fault that waits sees others do.
+    pub(super) releases: u64,
     /// Whether a fault waits for ring frames: what comes free is for it, not for prefetch.
     pub(super) refused: bool,
     /// Whether a fault had to make the ring larger since a pass ended.

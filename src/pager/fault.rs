@@ -37,18 +37,7 @@ pub(super) fn fault_span(
     let core = model.core();
     let id = model.id();
     let mut control = core.control.lock();
-    while !attach::is_attached(&control, id, set) {
-        let patches = match set {
-            None => None,
-            Some(set) => {
-                let copies = Arc::clone(control.engine.stream(0));
-                let uploaded =
-                    MutexGuard::unlocked(&mut control, || DevicePatches::upload(core, model, set, &copies));
-                Some(uploaded?)
-            }
-        };
-        attach::attach(core, &mut control, id, patches)?;
-    }
+    ensure_attached(model, &mut control, set)?;
     reclaim::refresh_budget(core, &mut control, false)?;
     attach::refresh_span(&mut control, id, span)?;
     note_order(core, &mut control, id, span)?;
@@ -251,6 +240,7 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         model.words[span as usize].0.release(stream.bit());
     }
     control.under_way -= 1;
+    control.releases += 1;
     if !std::mem::take(&mut control.refused) {
         prefetch::advance(core, &mut control, id);
     }
@@ -314,4 +304,26 @@ fn is_loading(control: &Control, id: u32, span: u32) -> bool {
 fn is_present(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return true };
     model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
+}
+
+/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied.
+pub(super) fn ensure_attached(
+    model: &PagedModel,
+    control: &mut MutexGuard<'_, Control>,
+    set: Option<&Arc<PatchSet>>,
+) -> Result<(), PagerError> {
+    let (core, id) = (model.core(), model.id());
+    while !attach::is_attached(control, id, set) {
+        let patches = match set {
+            None => None,
+            Some(set) => {
+                let copies = Arc::clone(control.engine.stream(0));
+                let uploaded =
+                    MutexGuard::unlocked(control, || DevicePatches::upload(core, model, set, &copies));
+                Some(uploaded?)
+            }
+        };
+        attach::attach(core, control, id, patches)?;
+    }
+    Ok(())
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::error::PagerError;
 use super::fault;
 use super::model::PagedModel;
 use super::streams::PagerStream;
@@ -34,6 +35,12 @@ impl TensorView<'_> {
     pub fn range(&self) -> DeviceRange {
         DeviceRange::new(self.address, self.bytes)
     }
+}
+
+/// Whether `name` is a tensor's whole name, or its name within its unit.
+pub(crate) fn names_tensor(unit: &str, tensor: &str, name: &str) -> bool {
+    let within = || tensor.strip_prefix(unit).and_then(|rest| rest.strip_prefix('.'));
+    tensor == name || within().is_some_and(|rest| rest == name)
 }
 
 /// What a guard holds: a run of spans, each pinned.
@@ -117,9 +124,15 @@ impl<'m> Guard<'m> {
     pub fn release(self) {}
 
     /// Releases the guard on another stream, which all work that uses it has been ordered before.
-    pub fn release_on(mut self, stream: &PagerStream) {
+    ///
+    /// # Errors
+    /// [`PagerError::OtherDevice`] for a stream of another card, which knows nothing of this one's work: the
+    /// guard is then released on its own stream.
+    pub fn release_on(mut self, stream: &PagerStream) -> Result<(), PagerError> {
+        self.model.check_stream(stream)?;
         self.pinned.release(self.model, stream);
         self.pinned.spans = 0..0;
+        Ok(())
     }
 }
 

@@ -17,7 +17,7 @@ use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
-use crate::device::{DeviceError, Fence};
+use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, read_extents};
 use crate::units::ModelTime;
@@ -309,11 +309,18 @@ fn copy_pages(
                 }
             }
         }
+        let target = convert::CopyTarget {
+            layout: &model.layout,
+            base: model.range.range().start,
+            scratch: scratch.get(batch.place()).map(PoolAllocation::range),
+            patches: model.attached.as_deref(),
+        };
+        let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
         let mut bytes = 0;
         for run in wanted.chunk_by(|a, b| a + 1 == *b) {
             let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
             let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            bytes += convert::copy_run(&batch, model, scratch, addresses, source, available, page_bytes)?;
+            bytes += convert::copy_run(&batch, &target, addresses, source, available)?;
         }
         Ok(bytes)
     };
@@ -348,9 +355,7 @@ fn keep_streamed(
     pages: std::ops::Range<u32>,
     buffer: StagingBuffer,
 ) {
-    let limit = core.arena.figures().limit_bytes;
-    // The ring of buffers that reads go through stays free of kept pages.
-    let kept_limit = limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes);
+    let kept_limit = kept_limit(core);
     let mut rest = Some(buffer);
     let mut page = pages.start;
     while let Some(mut buffer) = rest.take() {
@@ -371,6 +376,19 @@ fn keep_streamed(
         }
         page += count;
     }
+}
+
+/// Bytes of staging memory that may hold kept pages: the ring of buffers that reads go through stays free of
+/// them.
+fn kept_limit(core: &Core) -> u64 {
+    let limit = core.arena.figures().limit_bytes;
+    limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes)
+}
+
+/// Gives kept pages back that are more than may be kept now.
+pub(super) fn drop_kept_over_limit(core: &Core, control: &mut Control) {
+    let limit = kept_limit(core);
+    while control.cached_bytes > limit && drop_one_cached(control) {}
 }
 
 /// Gives kept pages of `model` back until `bytes` are free or none is left; answers the bytes.

@@ -46,14 +46,18 @@ mod verify;
 mod word;
 
 pub use card::{Pager, PagerFigures};
+pub(crate) use convert::{CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
+pub(crate) use guard::names_tensor;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
 pub use options::{ModelOptions, PagerOptions};
 pub use patched::PatchedModel;
+pub(crate) use patches::{DevicePatches, copy_in};
 pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
+pub(crate) use verify::rows_on_card;
 pub use verify::{CHECK_CAPACITY, Check, Mismatch, VerifiedBy, Verifier};

@@ -15,7 +15,7 @@ use super::core::Core;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
-use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView};
+use super::guard::{Guard, OwnedGuard, Pinned, Streamed, TensorView, names_tensor};
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::reclaim;
@@ -26,8 +26,9 @@ use crate::sync::Padded;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 
-/// How long a fault that may wait does so before it takes memory that others still need.
-const PATIENCE: Duration = Duration::from_millis(10);
+/// How long a fault that may wait does so, while nobody releases anything, before it takes memory that
+/// others still need.
+const PATIENCE: Duration = Duration::from_millis(20);
 
 /// A model whose weights are faulted to a card.
 ///
@@ -55,7 +56,7 @@ pub struct ModelFigures {
     pub planned_bytes: u64,
     /// The most bytes that one fault streams at once.
     pub largest_streamed_part_bytes: u64,
-    /// Bytes of pages kept in staging memory.
+    /// Bytes of pages kept in page-locked staging memory.
     pub page_locked_bytes: u64,
     /// Pages of the model.
     pub pages: u32,
@@ -273,13 +274,21 @@ impl PagedModel {
         reclaim::unload_pages(&mut control, self.id, bytes, core.page_bytes)
     }
 
-    /// Gives back up to `bytes` of pages kept in staging memory; answers the bytes.
+    /// Gives pages kept in staging memory up until `bytes` of page-locked memory went back to the host, or
+    /// none is kept; answers what went back. Memory goes back in whole registered blocks, so that it may be
+    /// more, and less where other models keep pages in the same blocks.
     pub fn unload_page_locked(&self, bytes: u64) -> Result<u64, PagerError> {
         let core = self.core();
-        let freed = super::load::drop_cached(&mut core.control.lock(), self.id, bytes);
-        let held = core.arena.figures().held_bytes;
-        core.arena.trim(held.saturating_sub(freed))?;
-        Ok(freed)
+        let mut given = 0;
+        while given < bytes {
+            let dropped = super::load::drop_cached(&mut core.control.lock(), self.id, bytes - given);
+            let held = core.arena.figures().held_bytes;
+            given += core.arena.trim(held.saturating_sub(bytes - given))?;
+            if dropped == 0 {
+                break;
+            }
+        }
+        Ok(given)
     }
 
     /// What the model has counted so far.
@@ -300,7 +309,12 @@ impl PagedModel {
             resident_bytes: u64::from(model.resident) * core.page_bytes,
             planned_bytes: u64::from(model.plan.resident) * core.page_bytes,
             largest_streamed_part_bytes: u64::from(model.plan.largest_part) * core.page_bytes,
-            page_locked_bytes: model.cache.values().map(|run| run.buffer.len()).sum(),
+            page_locked_bytes: model
+                .cache
+                .values()
+                .filter(|run| run.buffer.is_page_locked())
+                .map(|run| run.buffer.len())
+                .sum(),
             pages: self.layout.page_count(),
         }
     }
@@ -335,9 +349,10 @@ impl PagedModel {
         mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
+        let (mut seen, mut seen_at) = (0, began);
         loop {
             // A guard that is held for long must not stop a fault that could go another way.
-            let patience = if began.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            let patience = if seen_at.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
             let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
@@ -351,6 +366,9 @@ impl PagedModel {
             }
             // The release of a resident unit signals nobody, since it takes no lock: look again soon.
             let mut control = self.core().control.lock();
+            if control.releases != seen {
+                (seen, seen_at) = (control.releases, now);
+            }
             self.core().changed.wait_for(&mut control, (deadline - now).min(Duration::from_millis(1)));
         }
     }
@@ -483,14 +501,8 @@ impl PagedModel {
 
     pub(super) fn view(&self, pinned: &Pinned, name: &str) -> Option<TensorView<'_>> {
         let unit = self.index.unit_info(pinned.unit);
-        let tensor = unit.tensors.iter().copied().find(|&tensor| {
-            let whole = &self.index.tensor_info(tensor).name;
-            whole == name
-                || whole
-                    .strip_prefix(&unit.name)
-                    .and_then(|rest| rest.strip_prefix('.'))
-                    .is_some_and(|rest| rest == name)
-        })?;
+        let named = |tensor: TensorId| names_tensor(&unit.name, &self.index.tensor_info(tensor).name, name);
+        let tensor = unit.tensors.iter().copied().find(|&tensor| named(tensor))?;
         self.view_of(pinned, tensor)
     }
 

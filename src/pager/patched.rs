@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::claim::Patience;
 use super::error::PagerError;
+use super::fault;
 use super::guard::{Guard, OwnedGuard};
 use super::model::PagedModel;
 use super::patches::PatchSet;
@@ -72,7 +73,56 @@ impl<'m> PatchedModel<'m> {
     }
 }
 
+/// Faults with a set that the guard does not borrow, for those who keep it behind a lock.
 impl PagedModel {
+    /// Makes what is on the card be made with `set` from now on, as the first fault through it would: its
+    /// factors are brought to the card, and what the two sets differ in is loaded anew when it is faulted.
+    pub fn attach(&self, set: Option<&Arc<PatchSet>>) -> Result<(), PagerError> {
+        fault::ensure_attached(self, &mut self.core().control.lock(), set)
+    }
+
+    /// As [`PagedModel::fault_piece`], with patches or none.
+    pub fn fault_piece_with<'m>(
+        &'m self,
+        set: Option<&Arc<PatchSet>>,
+        unit: UnitId,
+        piece: u32,
+        stream: &'m PagerStream,
+    ) -> Result<Guard<'m>, PagerError> {
+        Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, set, Patience::None)?))
+    }
+
+    /// As [`PagedModel::fault`], with patches or none.
+    pub fn fault_with<'m>(
+        &'m self,
+        set: Option<&Arc<PatchSet>>,
+        unit: UnitId,
+        stream: &'m PagerStream,
+    ) -> Result<Guard<'m>, PagerError> {
+        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, set, Patience::None)?))
+    }
+
+    /// As [`PagedModel::fault_rows`], with patches or none.
+    pub fn fault_rows_with<'m>(
+        &'m self,
+        set: Option<&Arc<PatchSet>>,
+        tensor: TensorId,
+        rows: &[u64],
+        stream: &'m PagerStream,
+    ) -> Result<RowsGuard<'m>, PagerError> {
+        self.check_stream(stream)?;
+        rows::fault_rows(self, tensor, rows, stream, set)
+    }
+
+    /// Tries `fault` again while guards of others hold what it needs, until `deadline`.
+    pub fn retry_while_held<T>(
+        &self,
+        deadline: Instant,
+        mut fault: impl FnMut() -> Result<T, PagerError>,
+    ) -> Result<T, PagerError> {
+        self.when_free(deadline, |_| fault())
+    }
+
     /// As [`PagedModel::fault_owned`], with patches.
     pub fn fault_patched_owned(
         self: &Arc<Self>,

@@ -18,10 +18,11 @@ use super::core::Core;
 use super::error::PagerError;
 use super::model::PagedModel;
 use super::word::MAX_VERSION;
-use crate::device::{FloatType, KernelId, PoolAllocation, Stream, patch_kernel};
+use crate::device::{DeviceError, FloatType, KernelId, PoolAllocation, SharedDevice, Stream, patch_kernel};
+use crate::staging::{Arena, StagingBuffer};
 use crate::transfer::float_type;
 use crate::units::{DeviceRange, ModelTime};
-use crate::weights::TensorId;
+use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// A factor: a row-major matrix in host memory.
 #[derive(Clone, PartialEq, Debug)]
@@ -63,14 +64,22 @@ impl PatchSet {
     /// A factor whose shape or length does not fit, a tensor of a type that cannot be patched, factors of
     /// two types.
     pub fn new(model: &PagedModel, patches: Vec<TensorPatch>) -> Result<Arc<Self>, PagerError> {
+        Self::for_layout(model.index(), model.layout(), patches)
+    }
+
+    /// As [`Self::new`], for weights that are laid out otherwise than in a pager's pages.
+    pub fn for_layout(
+        index: &TensorIndex,
+        layout: &PageLayout,
+        patches: Vec<TensorPatch>,
+    ) -> Result<Arc<Self>, PagerError> {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let mut by_tensor: BTreeMap<TensorId, Vec<TensorPatch>> = BTreeMap::new();
         for patch in patches {
-            check(model, &patch)?;
+            check(index, layout, &patch)?;
             by_tensor.entry(patch.tensor).or_default().push(patch);
         }
         let version = NEXT.fetch_add(1, Ordering::Relaxed) % MAX_VERSION + 1;
-        let layout = model.layout();
         let spans = layout
             .spans()
             .iter()
@@ -106,16 +115,16 @@ impl PatchSet {
     }
 }
 
-fn check(model: &PagedModel, patch: &TensorPatch) -> Result<(), PagerError> {
-    let index = model.index();
+fn check(index: &TensorIndex, layout: &PageLayout, patch: &TensorPatch) -> Result<(), PagerError> {
     let Some(info) = index.tensors().get(patch.tensor.index()) else {
-        return Err(model.not_found(format!("tensor number {}", patch.tensor.0)));
+        let model = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
+        return Err(PagerError::NotFound { model, what: format!("tensor number {}", patch.tensor.0) });
     };
     let refuse = |why: String| PagerError::InvalidArgument {
         what: "patch",
         why: format!("tensor `{}`: {why}", info.name),
     };
-    let place = model.layout().tensor_at(patch.tensor);
+    let place = layout.tensor_at(patch.tensor);
     let kernel = float_type(place.dtype).and_then(|weight| patch_kernel(weight, patch.up.dtype));
     if kernel.is_none() {
         return Err(refuse(format!(
@@ -164,8 +173,8 @@ pub(super) struct DevicePatch {
 
 /// A set's factors on the card.
 #[derive(Debug)]
-pub(super) struct DevicePatches {
-    pub(super) set: Arc<PatchSet>,
+pub(crate) struct DevicePatches {
+    pub(crate) set: Arc<PatchSet>,
     pub(super) by_tensor: BTreeMap<TensorId, Vec<DevicePatch>>,
     /// The factors' memory, freed in the order of the stream that patches run on.
     _factors: Option<PoolAllocation>,
@@ -179,32 +188,50 @@ impl DevicePatches {
         set: &Arc<PatchSet>,
         stream: &Arc<Stream>,
     ) -> Result<Self, PagerError> {
-        const ALIGNMENT: u64 = 256;
-        let padded: u64 = set
-            .by_tensor
-            .values()
-            .flatten()
-            .flat_map(|patch| [&patch.up, &patch.down])
-            .map(|factor| (factor.bytes.len() as u64).next_multiple_of(ALIGNMENT))
-            .sum();
-        if padded == 0 {
-            return Ok(Self { set: Arc::clone(set), by_tensor: BTreeMap::new(), _factors: None });
-        }
-        let factors = super::card::allocate_on(core, stream, padded)?;
+        let factors = match Self::bytes_on_card(set) {
+            0 => None,
+            bytes => Some(super::card::allocate_on(core, stream, bytes)?),
+        };
+        Self::fill(&core.device, &core.arena, model.layout(), set, factors, stream, |slots| {
+            super::load::take_buffer(core, slots)
+        })
+    }
+
+    /// What the factors of a set take of the card, in bytes.
+    pub(crate) fn bytes_on_card(set: &PatchSet) -> u64 {
+        let all = set.by_tensor.values().flatten().flat_map(|patch| [&patch.up, &patch.down]);
+        all.map(|factor| (factor.bytes.len() as u64).next_multiple_of(ALIGNMENT)).sum()
+    }
+
+    /// Copies a set's factors into memory of [`Self::bytes_on_card`], taken on `stream`, through buffers of
+    /// `arena` that `take` gives. Waits for the copies.
+    pub(crate) fn fill<E: From<DeviceError>>(
+        device: &SharedDevice,
+        arena: &Arena,
+        layout: &PageLayout,
+        set: &Arc<PatchSet>,
+        factors: Option<PoolAllocation>,
+        stream: &Arc<Stream>,
+        mut take: impl FnMut(u32) -> Result<StagingBuffer, E>,
+    ) -> Result<Self, E> {
         let mut offset = 0;
         let mut by_tensor: BTreeMap<TensorId, Vec<DevicePatch>> = BTreeMap::new();
         for patch in set.by_tensor.values().flatten() {
-            let mut place = |factor: &Factor| -> Result<DeviceRange, PagerError> {
+            let mut place = |factor: &Factor| -> Result<DeviceRange, E> {
                 let bytes = factor.bytes.len() as u64;
-                let at = DeviceRange::new(factors.range().start.offset(offset), bytes);
+                let at = factors.as_ref().and_then(|factors| factors.range().part(offset, bytes));
+                let at = at.ok_or_else(|| DeviceError::InvalidArgument {
+                    call: "copy_to_device",
+                    why: format!("a factor of {bytes} bytes has no memory on the card"),
+                })?;
                 offset += bytes.next_multiple_of(ALIGNMENT);
-                copy_in(core, at, &factor.bytes, stream)?;
+                copy_in(device, arena, at, &factor.bytes, stream, &mut take)?;
                 Ok(at)
             };
             let (up, down) = (place(&patch.up)?, place(&patch.down)?);
-            let weight = model.layout().tensor_at(patch.tensor).dtype;
+            let weight = layout.tensor_at(patch.tensor).dtype;
             let name = float_type(weight).and_then(|weight| patch_kernel(weight, patch.up.dtype));
-            let kernel = core.device.kernel(name.unwrap_or("patch"))?;
+            let kernel = device.kernel(name.unwrap_or("patch"))?;
             by_tensor.entry(patch.tensor).or_default().push(DevicePatch {
                 kernel,
                 columns: patch.down.shape[1],
@@ -215,25 +242,36 @@ impl DevicePatches {
                 down,
             });
         }
-        Ok(Self { set: Arc::clone(set), by_tensor, _factors: Some(factors) })
+        Ok(Self { set: Arc::clone(set), by_tensor, _factors: factors })
     }
 }
 
+/// Every factor begins at a multiple of this many bytes on the card.
+const ALIGNMENT: u64 = 256;
+
 /// Copies host bytes to the card through staging memory, and waits.
-fn copy_in(core: &Arc<Core>, to: DeviceRange, bytes: &[u8], stream: &Arc<Stream>) -> Result<(), PagerError> {
-    if !core.device.info().keeps_bytes {
+pub(crate) fn copy_in<E: From<DeviceError>>(
+    device: &SharedDevice,
+    arena: &Arena,
+    to: DeviceRange,
+    bytes: &[u8],
+    stream: &Stream,
+    mut take: impl FnMut(u32) -> Result<StagingBuffer, E>,
+) -> Result<(), E> {
+    if !device.info().keeps_bytes {
         return Ok(());
     }
-    let chunk = usize::try_from(u64::from(core.arena.run_slots()) * core.page_bytes).unwrap_or(usize::MAX);
+    let slot = arena.slot_bytes();
+    let chunk = usize::try_from(u64::from(arena.run_slots()) * slot).unwrap_or(usize::MAX);
     let mut done = 0_u64;
     for part in bytes.chunks(chunk.max(1)) {
-        let slots = u32::try_from((part.len() as u64).div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
-        let mut buffer = super::load::take_buffer(core, slots)?;
+        let slots = u32::try_from((part.len() as u64).div_ceil(slot)).unwrap_or(u32::MAX);
+        let mut buffer = take(slots)?;
         buffer.bytes_mut()?[..part.len()].copy_from_slice(part);
         let to = DeviceRange::new(to.start.offset(done), part.len() as u64);
         // SAFETY: the source lies in the buffer, which outlives the wait below; the target lies in an
-        // allocation that the caller owns.
-        let copied = unsafe { core.device.copy_to_device(to, buffer.at(0), ModelTime::ZERO, stream.id()) };
+        // allocation that the caller owns and nobody uses meanwhile.
+        let copied = unsafe { device.copy_to_device(to, buffer.at(0), ModelTime::ZERO, stream.id()) };
         let waited = stream.synchronize();
         copied?;
         waited?;

@@ -30,7 +30,8 @@ pub(super) fn demanded(control: &mut Control, id: u32, pages: &[u32]) {
 pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     let mut run: Option<(u32, u32)> = None;
     let mut skipped = 0;
-    loop {
+    // One call never fills more than the ring.
+    for _ in 0..=control.frames.ring.len() + SKIPS as usize {
         let Some(model) = control.model(id) else { return };
         let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
         if streamed == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
@@ -61,6 +62,12 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
             }
             Some((first, count)) => {
                 load::submit(core, control, id, first, count);
+                if !control.is_present(id, first) {
+                    // It failed at once. The fault that needs it will say why; to go on here would go around
+                    // the whole pass for nothing, and on a card that refuses everything, for ever.
+                    load::submit(core, control, id, page, 1);
+                    return;
+                }
                 Some((page, 1))
             }
             None => Some((page, 1)),

@@ -140,7 +140,7 @@ pub(super) fn fault_rows<'m>(
                             break;
                         };
                         file_bytes += file_row;
-                        verify::rows_on_card(model, tensor, &(row..row + 1), set)?
+                        verify::rows_on_card(model.index(), model.layout(), tensor, &(row..row + 1), set)?
                     }
                 };
                 // Neither lacks: the part lies in the buffer, and `length` ends within the row.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::card::{Pager, allocate_on};
 use super::error::PagerError;
 use super::guard::TensorView;
 use super::model::PagedModel;
@@ -23,7 +24,7 @@ use crate::device::{
 };
 use crate::transfer::{cast_bytes, float_type};
 use crate::units::DeviceRange;
-use crate::weights::TensorId;
+use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// A tensor whose bytes on the card were not those of the file.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -60,7 +61,11 @@ impl VerifiedBy {
 /// Knows the checksums of a model's file, each computed once.
 #[derive(Debug)]
 pub struct Verifier {
-    model: Arc<PagedModel>,
+    device: SharedDevice,
+    index: Arc<TensorIndex>,
+    layout: Arc<PageLayout>,
+    /// Where memory for the sums comes from; the device's pool as it is for weights without a pager.
+    pager: Option<Arc<Pager>>,
     /// `None`: the device runs no kernels.
     kernel: Option<KernelId>,
     set: Option<Arc<PatchSet>>,
@@ -82,8 +87,35 @@ impl Verifier {
 
     /// A verifier of `model` with patches.
     pub fn patched(model: &Arc<PagedModel>, set: Option<Arc<PatchSet>>) -> Result<Self, PagerError> {
-        let kernel = usable_kernel(model.pager().device())?;
-        Ok(Self { model: Arc::clone(model), kernel, set, sums: Mutex::new(HashMap::new()) })
+        let pager = Arc::clone(model.pager());
+        let kernel = usable_kernel(pager.device())?;
+        Ok(Self {
+            device: Arc::clone(pager.device()),
+            index: Arc::clone(model.index()),
+            layout: Arc::clone(&model.layout),
+            pager: Some(pager),
+            kernel,
+            set,
+            sums: Mutex::default(),
+        })
+    }
+
+    /// A verifier of weights that no pager holds, laid out and patched like this.
+    pub fn for_layout(
+        device: &SharedDevice,
+        index: &Arc<TensorIndex>,
+        layout: &Arc<PageLayout>,
+        set: Option<Arc<PatchSet>>,
+    ) -> Result<Self, PagerError> {
+        Ok(Self {
+            device: Arc::clone(device),
+            index: Arc::clone(index),
+            layout: Arc::clone(layout),
+            pager: None,
+            kernel: usable_kernel(device)?,
+            set,
+            sums: Mutex::default(),
+        })
     }
 
     /// What sums the bytes on the card.
@@ -93,13 +125,21 @@ impl Verifier {
 
     /// Begins checks on one stream.
     pub fn begin<'v>(&'v self, stream: &'v PagerStream) -> Result<Check<'v>, PagerError> {
+        self.begin_on(stream.stream())
+    }
+
+    /// As [`Self::begin`], on a stream that need not be registered with a pager.
+    pub fn begin_on<'v>(&'v self, stream: &'v Arc<Stream>) -> Result<Check<'v>, PagerError> {
         let sums = match self.kernel {
             None => Sums::Host(Vec::new()),
             Some(kernel) => {
                 let bytes = 8 * CHECK_CAPACITY as u64;
-                let sums = self.model.pager().allocate(stream, bytes)?;
+                let sums = match &self.pager {
+                    Some(pager) => allocate_on(pager.core(), stream, bytes)?,
+                    None => PoolAllocation::new(stream, bytes)?,
+                };
                 // SAFETY: the allocation is ours, taken on this stream, and freed in its order.
-                unsafe { self.model.pager().device().fill(sums.range(), 0, stream.id())? };
+                unsafe { self.device.fill(sums.range(), 0, stream.id())? };
                 Sums::Kernel(kernel, sums)
             }
         };
@@ -112,9 +152,9 @@ impl Verifier {
         if let Some(sum) = self.sums.lock().get(&key) {
             return Ok(*sum);
         }
-        let info = self.model.index().tensor_info(tensor);
+        let info = self.index.tensor_info(tensor);
         let count = info.shape.first().copied().unwrap_or(1).max(1);
-        let place = self.model.layout().tensor_at(tensor);
+        let place = self.layout.tensor_at(tensor);
         // In steps of whole words, so that the parts' sums add up to the whole's.
         let row = place.bytes / count;
         let step = if row == 0 || !row.is_multiple_of(8) { count } else { (READ_BYTES / row).max(1) };
@@ -122,7 +162,7 @@ impl Verifier {
         let mut at = rows.start;
         while at < rows.end {
             let end = (at + step).min(rows.end);
-            let bytes = rows_on_card(&self.model, tensor, &(at..end), self.set.as_ref())?;
+            let bytes = rows_on_card(&self.index, &self.layout, tensor, &(at..end), self.set.as_ref())?;
             sum = sum.wrapping_add(checksum(&bytes, (at - rows.start) * row / 8));
             at = end;
         }
@@ -144,7 +184,7 @@ enum Sums {
 #[derive(Debug)]
 pub struct Check<'v> {
     verifier: &'v Verifier,
-    stream: &'v PagerStream,
+    stream: &'v Arc<Stream>,
     sums: Sums,
     asked: Vec<(TensorId, std::ops::Range<u64>)>,
 }
@@ -159,14 +199,14 @@ impl Check<'_> {
     /// gives; or, without kernels, waits for their bytes to come back.
     pub fn tensors(&mut self, views: &[TensorView<'_>]) -> Result<(), PagerError> {
         for view in views {
-            let Some(tensor) = self.verifier.model.index().tensor(view.name) else { continue };
+            let Some(tensor) = self.verifier.index.tensor(view.name) else { continue };
             if view.bytes == 0 {
                 continue;
             }
             let (kernel, sums) = match &mut self.sums {
                 Sums::Kernel(kernel, sums) => (*kernel, sums.range()),
                 Sums::Host(sums) => {
-                    let device = self.verifier.model.pager().device();
+                    let device = &self.verifier.device;
                     sums.push(sum_on_host(device, self.stream, view.range())?);
                     self.asked.push((tensor, view.rows.clone()));
                     continue;
@@ -193,7 +233,7 @@ impl Check<'_> {
         let found = match &mut self.sums {
             Sums::Host(sums) => std::mem::take(sums),
             Sums::Kernel(_, sums) => {
-                let device = self.verifier.model.pager().device();
+                let device = &self.verifier.device;
                 let mut found = vec![0_u8; 8 * self.asked.len()];
                 if let Some(part) = sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
                     // SAFETY: the target lives past the wait below; the source is our allocation.
@@ -209,7 +249,7 @@ impl Check<'_> {
         for ((tensor, rows), found) in self.asked.drain(..).zip(found) {
             let expected = self.verifier.expected(tensor, &rows)?;
             if found != expected {
-                let tensor = self.verifier.model.index().tensor_info(tensor).name.clone();
+                let tensor = self.verifier.index.tensor_info(tensor).name.clone();
                 mismatches.push(Mismatch { tensor, first_row: rows.start, found, expected });
             }
         }
@@ -232,7 +272,7 @@ fn usable_kernel(device: &SharedDevice) -> Result<Option<KernelId>, DeviceError>
     }
     match try_kernel(device, kernel) {
         Ok(right) => Ok(right.then_some(kernel)),
-        Err(error) if means_no_kernels(&error) => Ok(None),
+        Err(DeviceError::Unsupported { .. } | DeviceError::Driver { call: "cuLaunchKernel", .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -268,7 +308,7 @@ fn try_kernel(device: &SharedDevice, kernel: KernelId) -> Result<bool, DeviceErr
 }
 
 /// The checksum of bytes on the device, read back.
-fn sum_on_host(device: &SharedDevice, stream: &PagerStream, range: DeviceRange) -> Result<u64, PagerError> {
+fn sum_on_host(device: &SharedDevice, stream: &Stream, range: DeviceRange) -> Result<u64, PagerError> {
     let size = range.bytes.min(READ_BYTES);
     let mut bytes = vec![0_u8; usize::try_from(size).unwrap_or(0)];
     let mut sum = 0_u64;
@@ -289,15 +329,15 @@ fn sum_on_host(device: &SharedDevice, stream: &PagerStream, range: DeviceRange) 
 
 /// Some rows of a tensor as they should be on the card: read from the file, cast, and patched on the host
 /// by the kernels' twins. A tensor without dimensions has one row.
-pub(super) fn rows_on_card(
-    model: &PagedModel,
+pub(crate) fn rows_on_card(
+    index: &TensorIndex,
+    layout: &PageLayout,
     tensor: TensorId,
     rows: &std::ops::Range<u64>,
     set: Option<&Arc<PatchSet>>,
 ) -> Result<Vec<u8>, PagerError> {
-    let index = model.index();
     let info = index.tensor_info(tensor);
-    let place = model.layout().tensor_at(tensor);
+    let place = layout.tensor_at(tensor);
     let count = info.shape.first().copied().unwrap_or(1).max(1);
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     let whole = rows.end - rows.start == count;

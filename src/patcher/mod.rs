@@ -5,7 +5,9 @@
 //! or leave. Several handles (clones) may share one set of weights.
 //!
 //! Owns the trait, the values that pass through it, and the patchers that come with the crate:
-//! [`PagedPatcher`] is a model of the pager, [`SizedModel`] a model that is nothing but sizes, for replays and tests.
+//! [`PagedPatcher`] is a model of the pager, [`ResidentPatcher`] one whose modules are loaded whole as far as
+//! there is room, [`StandIn`] one that a [`worker`] process holds, [`SizedModel`] one that is nothing but
+//! sizes, for replays and tests. [`LoraFile`] reads the patches that the first two take.
 //!
 //! Locking: a patcher takes `&self` and locks for itself. The manager holds none of its short locks while
 //! it calls one; see [`ModelPatcher`] for what a patcher may do from inside such a call.
@@ -15,9 +17,20 @@
 #![deny(unsafe_code)]
 
 mod dynamic;
+mod lora;
 mod model;
+mod resident;
 mod sized;
+mod stand_in;
+pub mod worker;
 
 pub use dynamic::PagedPatcher;
-pub use model::{IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place};
+pub use lora::{Lora, LoraError, LoraFile, LoraPatches, PREFIXES as LORA_PREFIXES, lora_patches};
+pub use model::{
+    CardLimits, IdleCache, LoadBudget, ModelPatcher, ModelUuid, PatcherCounters, PatcherError, Place,
+};
+pub use resident::{
+    ModuleGuard, ModuleRows, ResidentError, ResidentFigures, ResidentOptions, ResidentPatcher,
+};
 pub use sized::{SizedCard, SizedModel, SizedSpec};
+pub use stand_in::{StandIn, Worker, WorkerGone};

@@ -281,6 +281,15 @@ impl fmt::Debug for dyn ModelPatcher {
     }
 }
 
+/// What a manager's settings allow whoever pages on one of its cards.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CardLimits {
+    /// Bytes of the card to leave free, device wide: the headroom, and what a cap takes away.
+    pub leave_free: u64,
+    /// Bytes of host memory that may be page-locked: the page-locked budget, in equal parts for all.
+    pub page_locked: u64,
+}
+
 /// Device memory that is held but backs nothing, and can go back to the driver at once: frames of a pager
 /// that no page uses.
 ///
@@ -291,6 +300,12 @@ pub trait IdleCache: Send + Sync {
 
     /// Hands all of them back to the driver.
     fn release(&self);
+
+    /// Takes the manager's settings over. Called when it is registered and whenever they change; a pager
+    /// obeys them at once, and forgets what it was opened with. Must not call the manager.
+    fn apply_limits(&self, limits: CardLimits) {
+        let _ = limits;
+    }
 }
 
 #[cfg(test)]

@@ -70,7 +70,6 @@ pub struct Arena {
     device: SharedDevice,
     slot_bytes: u64,
     run_slots: u32,
-    block_slots: u32,
     state: Mutex<State>,
     given_back: Condvar,
 }
@@ -112,13 +111,10 @@ impl Arena {
     /// An empty arena; blocks come with demand.
     pub fn new(device: &SharedDevice, options: &ArenaOptions) -> Arc<Self> {
         let run_slots = options.run_slots.max(1);
-        let in_block = BLOCK_BYTES.min(options.limit_bytes / 4) / options.slot_bytes.max(1);
-        let block_slots = u32::try_from(in_block).unwrap_or(u32::MAX).max(run_slots);
         Arc::new(Self {
             device: Arc::clone(device),
             slot_bytes: options.slot_bytes,
             run_slots,
-            block_slots,
             state: Mutex::new(State {
                 limit_bytes: options.limit_bytes,
                 blocks: Vec::new(),
@@ -235,7 +231,10 @@ impl Arena {
 
     /// Adds a block if the limit permits.
     fn grow(&self, state: &mut State) -> Result<bool, StagingError> {
-        let bytes = u64::from(self.block_slots) * self.slot_bytes;
+        // A block is a part of the limit as it is now, so that a small limit is kept too.
+        let in_block = BLOCK_BYTES.min(state.limit_bytes / 4) / self.slot_bytes.max(1);
+        let block_slots = u32::try_from(in_block).unwrap_or(u32::MAX).max(self.run_slots);
+        let bytes = u64::from(block_slots) * self.slot_bytes;
         let held = state.held_bytes();
         let floor = 2 * u64::from(self.run_slots) * self.slot_bytes;
         if held + bytes > state.limit_bytes.max(floor) && held >= floor {
@@ -267,15 +266,15 @@ impl Arena {
                 "page-locking was refused: going on with ordinary memory and no more than is held"
             );
         }
-        let words = self.block_slots.div_ceil(64);
+        let words = block_slots.div_ceil(64);
         let mut free = vec![u64::MAX; words as usize];
-        let tail = self.block_slots % 64;
+        let tail = block_slots % 64;
         if tail > 0
             && let Some(last) = free.last_mut()
         {
             *last = (1 << tail) - 1;
         }
-        let block = Block { memory, slots: self.block_slots, free, free_slots: self.block_slots };
+        let block = Block { memory, slots: block_slots, free, free_slots: block_slots };
         match state.blocks.iter_mut().find(|place| place.is_none()) {
             Some(place) => *place = Some(block),
             None => state.blocks.push(Some(block)),
@@ -418,6 +417,13 @@ impl StagingBuffer {
     /// The length in bytes.
     pub fn len(&self) -> u64 {
         u64::from(self.run.slots) * self.arena.slot_bytes
+    }
+
+    /// Whether its memory is page-locked; it is not where the host refused that.
+    pub fn is_page_locked(&self) -> bool {
+        let state = self.arena.state.lock();
+        let block = state.blocks.get(self.run.block as usize).and_then(Option::as_ref);
+        block.is_some_and(|block| block.memory.is_page_locked())
     }
 
     /// Whether the buffer has no bytes; never so.

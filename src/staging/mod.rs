@@ -2,10 +2,12 @@
 //!
 //! [`Arena`] owns large registered blocks and cuts them into runs of slots; [`StagingBuffer`] owns one
 //! run and gives it back, but not before the copies that read it are done. [`budget`] decides how much
-//! of the machine's memory may be page-locked. One lock, innermost but for the device's. May import
+//! of the machine's memory may be page-locked; [`LinuxHost`] reads what there is. One lock, innermost but for the device's. May import
 //! `units`, `sync` and `device`.
 
 mod arena;
 pub mod budget;
+mod host;
 
 pub use arena::{Arena, ArenaFigures, ArenaOptions, StagingBuffer, StagingError};
+pub use host::{HostError, HostFigures, LinuxHost};

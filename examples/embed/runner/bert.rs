@@ -5,17 +5,20 @@
 
 use std::sync::Arc;
 
-use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerStream};
+use vram_pager::pager::{ModelOptions, Pager, PagerStream};
+use vram_pager::patcher::{Lora, PagedPatcher, Place, ResidentOptions, ResidentPatcher};
 use vram_pager::weights::{Dtype, TensorId, TensorIndex, UnitId};
 
 use super::compute::{Compute, Heads, Session};
 use super::config::{Config, ModelFolder};
 use super::error::RunnerError;
+use super::weights::Weights;
 
 /// A model, opened on a card.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Bert {
-    model: Arc<PagedModel>,
+    pager: Arc<Pager>,
+    weights: Weights,
     config: Config,
     words: TensorId,
     positions: TensorId,
@@ -25,7 +28,7 @@ pub(crate) struct Bert {
 }
 
 /// The units of a layer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Layer {
     query: UnitId,
     key: UnitId,
@@ -40,6 +43,28 @@ struct Layer {
 impl Bert {
     /// Opens the model of a folder on a card. Reads the file's header and no weight.
     pub(crate) fn open(pager: &Arc<Pager>, folder: &ModelFolder) -> Result<Self, RunnerError> {
+        Self::with(pager, folder, |index| {
+            let model = pager.open_model(index, &ModelOptions::default())?;
+            Ok(Weights::Paged(PagedPatcher::new(&model, Place::Card(0))))
+        })
+    }
+
+    /// As [`Self::open`], with weights that are loaded module by module. The pager serves activations only.
+    pub(crate) fn open_resident(
+        pager: &Arc<Pager>,
+        folder: &ModelFolder,
+        options: &ResidentOptions,
+    ) -> Result<Self, RunnerError> {
+        Self::with(pager, folder, |index| {
+            Ok(Weights::Resident(ResidentPatcher::open(pager.device(), index, Place::Card(0), options)?))
+        })
+    }
+
+    fn with(
+        pager: &Arc<Pager>,
+        folder: &ModelFolder,
+        open: impl FnOnce(Arc<TensorIndex>) -> Result<Weights, RunnerError>,
+    ) -> Result<Self, RunnerError> {
         let config = folder.config()?;
         let index = folder.weights()?;
         let find = Names { index: &index };
@@ -64,13 +89,18 @@ impl Bert {
                 })
             })
             .collect::<Result<_, RunnerError>>()?;
-        let model = pager.open_model(index, &ModelOptions::default())?;
-        Ok(Self { model, config, words, positions, types, norm, layers })
+        let weights = open(index)?;
+        Ok(Self { pager: Arc::clone(pager), weights, config, words, positions, types, norm, layers })
     }
 
-    /// The paged model, for its figures.
-    pub(crate) fn model(&self) -> &Arc<PagedModel> {
-        &self.model
+    /// Its weights.
+    pub(crate) fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// The same model with LoRAs, over the same weights.
+    pub(crate) fn with_loras(&self, loras: &[Lora<'_>]) -> Result<Self, RunnerError> {
+        Ok(Self { weights: self.weights.with_loras(loras)?, ..self.clone() })
     }
 
     /// The embedding of a sentence's token ids: the mean of the last layer's tokens, to length 1. Any
@@ -92,7 +122,7 @@ impl Bert {
         let heads =
             Heads { count: self.config.num_attention_heads, width: hidden / self.config.num_attention_heads };
         let epsilon = self.config.layer_norm_eps;
-        let on = Session::new(compute, &self.model, stream);
+        let on = Session::new(compute, &self.weights, &self.pager, stream);
 
         let words: Vec<u64> = ids.iter().map(|id| u64::from(*id)).collect();
         let positions: Vec<u64> = (0..ids.len() as u64).collect();

@@ -15,12 +15,13 @@ use std::time::{Duration, Instant};
 use vram_pager::device::{
     DeviceError, KernelArg, KernelArgs, KernelId, Launch, PoolAllocation, SharedDevice,
 };
-use vram_pager::pager::{Guard, PagedModel, PagerError, PagerStream, RowsGuard, TensorView};
+use vram_pager::pager::{Pager, PagerStream, TensorView};
 use vram_pager::units::DeviceRange;
 use vram_pager::weights::{TensorId, UnitId};
 
 use super::error::RunnerError;
 use super::kernels;
+use super::weights::{Held, Rows, Weights, may_pass};
 
 /// How long a fault or an allocation waits for what other sessions hold.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -105,7 +106,9 @@ pub(super) struct Heads {
 #[derive(Debug)]
 pub(super) struct Session<'s> {
     compute: &'s Compute,
-    model: &'s PagedModel,
+    weights: &'s Weights,
+    /// Where activations come from.
+    pager: &'s Pager,
     stream: &'s PagerStream,
 }
 
@@ -117,9 +120,14 @@ impl Drop for Session<'_> {
 
 impl<'s> Session<'s> {
     /// Begins work on a stream.
-    pub(super) fn new(compute: &'s Compute, model: &'s PagedModel, stream: &'s PagerStream) -> Self {
+    pub(super) fn new(
+        compute: &'s Compute,
+        weights: &'s Weights,
+        pager: &'s Pager,
+        stream: &'s PagerStream,
+    ) -> Self {
         compute.sessions.fetch_add(1, Ordering::Relaxed);
-        Self { compute, model, stream }
+        Self { compute, weights, pager, stream }
     }
 
     /// The sum of one row of each table a token. The tables themselves stay in the file.
@@ -133,7 +141,7 @@ impl<'s> Session<'s> {
         let [a, b, c] = tables.map(|(table, rows)| self.rows(table, rows));
         let (a, b, c) = (a?, b?, c?);
         let count = out.count();
-        let read = |rows: &RowsGuard<'_>| KernelArg::Read(rows.range());
+        let read = |rows: &Rows<'_>| KernelArg::Read(rows.range());
         self.flat(
             self.compute.sum,
             count,
@@ -151,10 +159,10 @@ impl<'s> Session<'s> {
     ) -> Result<Activation, RunnerError> {
         let mut out = self.activation(x.rows, outputs)?;
         // SAFETY: the allocation was taken on this stream and is freed in its order.
-        unsafe { self.model.pager().device().fill(out.memory.range(), 0, self.stream.id())? };
+        unsafe { self.pager.device().fill(out.memory.range(), 0, self.stream.id())? };
         let (rows, inputs) = (KernelArg::U32(x.rows), KernelArg::U32(x.width));
         let stride = KernelArg::U32(outputs);
-        for piece in 0..self.model.pieces(unit)? {
+        for piece in 0..self.weights.pieces(unit)? {
             let guard = self.fault(unit, piece)?;
             if let Some(bias) = guard.tensor("bias") {
                 let (first, count) = columns(&bias);
@@ -176,7 +184,7 @@ impl<'s> Session<'s> {
                 ];
                 self.tiles(self.compute.matmul, x.rows, count, 1, &args)?;
             }
-            guard.release();
+            drop(guard);
         }
         Ok(out)
     }
@@ -255,7 +263,7 @@ impl<'s> Session<'s> {
         // SAFETY: the target has as many bytes as the allocation and lives past the wait; the source was
         // taken on this stream.
         let copied = unsafe {
-            self.model.pager().device().copy_to_host(bytes.as_mut_ptr(), x.memory.range(), self.stream.id())
+            self.pager.device().copy_to_host(bytes.as_mut_ptr(), x.memory.range(), self.stream.id())
         };
         // Also after a refusal: nothing may write to the target once this returns.
         let waited = self.stream.synchronize();
@@ -265,16 +273,12 @@ impl<'s> Session<'s> {
 
     fn activation(&self, rows: u32, width: u32) -> Result<Activation, RunnerError> {
         let bytes = 4 * u64::from(rows) * u64::from(width);
-        let memory = self.patiently(|| self.model.pager().allocate(self.stream, bytes))?;
+        let memory = self.patiently(|| Ok(self.pager.allocate(self.stream, bytes)?))?;
         Ok(Activation { memory, rows, width })
     }
 
-    fn rows(&self, table: TensorId, rows: &[u64]) -> Result<RowsGuard<'s>, RunnerError> {
-        Ok(self.patiently(|| self.model.fault_rows(table, rows, self.stream))?)
-    }
-
     /// Tries again while other sessions may hold the memory that it takes.
-    fn patiently<T>(&self, mut take: impl FnMut() -> Result<T, PagerError>) -> Result<T, PagerError> {
+    fn patiently<T>(&self, mut take: impl FnMut() -> Result<T, RunnerError>) -> Result<T, RunnerError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let alone = self.compute.sessions.load(Ordering::Relaxed) < 2;
@@ -287,10 +291,13 @@ impl<'s> Session<'s> {
         }
     }
 
+    fn rows(&self, table: TensorId, rows: &[u64]) -> Result<Rows<'s>, RunnerError> {
+        self.patiently(|| self.weights.rows(table, rows, self.stream))
+    }
+
     /// The session holds no other guard meanwhile, so that waiting for others cannot be waiting for itself.
-    fn fault(&self, unit: UnitId, piece: u32) -> Result<Guard<'s>, RunnerError> {
-        let deadline = Instant::now() + PATIENCE;
-        Ok(self.model.fault_piece_when_free(unit, piece, self.stream, deadline)?)
+    fn fault(&self, unit: UnitId, piece: u32) -> Result<Held<'s>, RunnerError> {
+        self.patiently(|| self.weights.fault(unit, piece, self.stream))
     }
 
     /// A launch of one thread an element, or a row.
@@ -334,9 +341,9 @@ impl<'s> Session<'s> {
     }
 
     fn wrong(&self, unit: UnitId, what: &str) -> RunnerError {
-        let unit = &self.model.index().unit_info(unit).name;
+        let unit = &self.weights.index().unit_info(unit).name;
         RunnerError::WrongModel {
-            model: self.model.name().to_owned(),
+            model: self.weights.patcher().label(),
             what: format!("unit `{unit}`: {what}"),
         }
     }
@@ -350,9 +357,4 @@ fn read(view: &TensorView<'_>) -> KernelArg {
 fn columns(view: &TensorView<'_>) -> (u32, u32) {
     let narrow = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
     (narrow(view.rows.start), narrow(view.rows.end - view.rows.start))
-}
-
-/// Whether the memory may be there once others have given theirs back.
-fn may_pass(error: &PagerError) -> bool {
-    error.is_held() || matches!(error, PagerError::Device(error) if error.is_out_of_memory())
 }

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use vram_pager::device::DeviceError;
+use vram_pager::manager::ManagerError;
 use vram_pager::pager::PagerError;
+use vram_pager::patcher::{LoraError, ResidentError};
 use vram_pager::weights::WeightsError;
 
 use super::config::FETCH;
@@ -29,6 +31,15 @@ pub(crate) enum RunnerError {
     /// The pager or the card.
     #[error(transparent)]
     Pager(#[from] PagerError),
+    /// A resident model.
+    #[error(transparent)]
+    Resident(#[from] ResidentError),
+    /// A LoRA.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
+    /// The memory manager.
+    #[error(transparent)]
+    Manager(#[from] ManagerError),
     /// The card.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -46,12 +57,13 @@ impl RunnerError {
             | Self::WrongModel { .. }
             | Self::TooLong { .. }
             | Self::NoTokens
-            | Self::Pager(PagerError::NeverFits { .. }) => true,
+            | Self::Lora(_) => true,
+            Self::Pager(PagerError::NeverFits { .. }) => true,
             Self::Device(error) | Self::Pager(PagerError::Device(error)) => matches!(
                 error,
                 DeviceError::BadDeviceString { .. } | DeviceError::Unit(_) | DeviceError::Unavailable { .. }
             ),
-            Self::Weights(_) | Self::Pager(_) => false,
+            Self::Weights(_) | Self::Pager(_) | Self::Resident(_) | Self::Manager(_) => false,
         }
     }
 }

@@ -118,17 +118,12 @@ fn card(probe: vram_pager::device::cuda::CardProbe) -> DeviceReport {
             virtual_memory_reason: card.granularity.err(),
             stream_ordered_pools: Some(card.pools),
             kernels: Some(
-                !card
-                    .missing_symbols
-                    .iter()
-                    .any(|name| ["cuModuleLoadDataEx", "cuModuleGetFunction", "cuLaunchKernel"].contains(name)),
+                !card.missing_symbols.iter().any(|name| {
+                    ["cuModuleLoadDataEx", "cuModuleGetFunction", "cuLaunchKernel"].contains(name)
+                }),
             ),
             compute_capability: card.compute_capability.map(|(major, minor)| format!("{major}.{minor}")),
-            driver: Some(format!(
-                "CUDA {}.{}",
-                card.driver_version / 1000,
-                card.driver_version % 1000 / 10
-            )),
+            driver: Some(format!("CUDA {}.{}", card.driver_version / 1000, card.driver_version % 1000 / 10)),
             missing_symbols: card.missing_symbols.into_iter().map(str::to_owned).collect(),
             ..report
         },
@@ -151,9 +146,10 @@ fn print_report(devices: &[DeviceReport]) -> Outcome {
     ]);
     for device in devices {
         let mut what = device.name.clone().unwrap_or_default();
-        for detail in [device.compute_capability.as_ref().map(|cc| format!("compute {cc}")), device.driver.clone()]
-            .into_iter()
-            .flatten()
+        for detail in
+            [device.compute_capability.as_ref().map(|cc| format!("compute {cc}")), device.driver.clone()]
+                .into_iter()
+                .flatten()
         {
             what = format!("{what}, {detail}");
         }

@@ -14,6 +14,7 @@ mod output;
 mod replay;
 mod run;
 mod synth;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,7 @@ use output::Failure;
 #[derive(Parser)]
 #[command(version, about, propagate_version = true, arg_required_else_help = true)]
 #[command(after_help = "Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 130 interrupted.\n\
+    For programs that share a card among processes there is also `vram-pager worker`, see its --help.\n\
     Sizes are written 24MiB, 1.5GiB, 64KB or 4096.")]
 struct Cli {
     #[command(subcommand)]
@@ -43,6 +45,8 @@ enum Command {
     Devices(devices::Args),
     Synth(synth::Args),
     Replay(replay::ReplayArgs),
+    #[command(hide = true)]
+    Worker(worker::Args),
 }
 
 fn main() -> ExitCode {
@@ -54,6 +58,7 @@ fn main() -> ExitCode {
         Command::Devices(args) => devices::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
+        Command::Worker(args) => worker::run(args),
         Command::Replay(args) => replay::run(args).map_err(Failure::from),
     });
     match result {

@@ -12,8 +12,8 @@ use serde::Serialize;
 use vram_pager::device::{self, SharedDevice};
 use vram_pager::manager::{LoadOptions, Manager, VramState};
 use vram_pager::pager::{
-    Check, Guard, Mismatch, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, VerifiedBy,
-    Verifier,
+    Check, Guard, Mismatch, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream,
+    VerifiedBy, Verifier,
 };
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{GIB, ModelTime, format_size, parse_size};
@@ -164,7 +164,8 @@ struct DeviceReport {
 
 #[derive(Serialize, Clone, Debug)]
 struct Pass {
-    pass: u32,
+    #[serde(rename = "pass")]
+    number: u32,
     h2d_bytes: u64,
     file_bytes: u64,
     hits: u64,
@@ -339,6 +340,7 @@ fn set_knobs(manager: &Manager, total: u64, options: &RunOptions) -> Result<(), 
         knobs.reserve = reserve.unwrap_or_else(|| shrunk(knobs.reserve));
         knobs.inference_floor = shrunk(knobs.inference_floor);
         knobs.headroom = options.headroom;
+        knobs.page_locked_budget = options.page_locked;
         knobs.vram_state = options.vram_state.into();
         knobs.smart_memory = !options.disable_smart_memory;
     });
@@ -428,7 +430,7 @@ impl<'r> Run<'r> {
             let end = ModelTime(self.pass_end.load(Ordering::Relaxed));
             self.device.set_now(end);
             passes.push(Pass {
-                pass,
+                number: pass,
                 h2d_bytes: counts.copied_bytes - before.copied_bytes,
                 file_bytes: counts.file_bytes - before.file_bytes,
                 hits: counts.hits - before.hits,
@@ -548,7 +550,7 @@ fn print_report(report: &Report, options: &RunOptions) -> Outcome {
     ]);
     for pass in &report.passes {
         table.row([
-            pass.pass.to_string(),
+            pass.number.to_string(),
             format_size(pass.h2d_bytes),
             format_size(pass.file_bytes),
             pass.hits.to_string(),

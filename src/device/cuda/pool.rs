@@ -240,7 +240,9 @@ impl CudaDevice {
         }
         if !self.driver.has_events() {
             // SAFETY: the stream is live; nothing uses the block once it is done.
-            return unsafe { self.driver.wait_for_stream(stream).and_then(|()| self.driver.mem_free(address)) };
+            return unsafe {
+                self.driver.wait_for_stream(stream).and_then(|()| self.driver.mem_free(address))
+            };
         }
         let mut event = null_mut();
         // SAFETY: the pointer is valid for the call.

@@ -7,7 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers that are shared fail as a test does")]
 
 #[path = "../examples/embed/runner/mod.rs"]
-#[allow(dead_code, reason = "this test uses a part of it")]
+#[allow(dead_code, unused_imports, reason = "this test uses a part of it")]
 mod runner;
 
 #[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
@@ -61,7 +61,7 @@ fn embed(text: &str, passes: u32) -> (Vec<Vec<f32>>, ModelCounts) {
             }
         }
     }
-    let counts = bert.model().counts();
+    let counts = bert.weights().paged().expect("paged weights").counts();
     assert_eq!(device.counts().device_sync, 0);
     drop((stream, bert, compute, pager));
     assert_nothing_left(&device);

@@ -61,7 +61,7 @@ fn embed(text: &str, passes: u32) -> (Vec<Vec<f32>>, ModelCounts) {
             }
         }
     }
-    let counts = bert.weights().paged().unwrap().counts();
+    let counts = bert.weights().paged().expect("paged weights").counts();
     assert_eq!(device.counts().device_sync, 0);
     drop((stream, bert, compute, pager));
     assert_nothing_left(&device);

@@ -272,7 +272,7 @@ fn usable_kernel(device: &SharedDevice) -> Result<Option<KernelId>, DeviceError>
     }
     match try_kernel(device, kernel) {
         Ok(right) => Ok(right.then_some(kernel)),
-        Err(error) if means_no_kernels(&error) => Ok(None),
+        Err(DeviceError::Unsupported { .. } | DeviceError::Driver { call: "cuLaunchKernel", .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -4,20 +4,17 @@
 //! the card's own code does what the twins do is held by `embed_kernels`.
 
 #![expect(unsafe_code, reason = "loads the stand-in")]
-#![expect(clippy::unwrap_used, reason = "helpers that are shared fail as a test does")]
 
 #[path = "../examples/embed/runner/mod.rs"]
 #[allow(dead_code, unused_imports, reason = "this test uses a part of it")]
 mod runner;
 
-#[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
 mod common;
-mod standin;
 
 use common::assert_nothing_left;
+use common::standin::standin;
 use runner::{Bert, Compute, FETCH, ModelFolder};
 use serde::Deserialize;
-use standin::standin;
 use vram_pager::device;
 use vram_pager::pager::{ModelCounts, Pager, PagerOptions};
 use vram_pager::units::MIB;

@@ -46,7 +46,7 @@ struct House {
 
 impl House {
     fn new(bytes: u64) -> Self {
-        let (card, device) = emulated_card(bytes, "it makes calls of the emulated card fail");
+        let (card, device) = hooked_card(bytes);
         let manager = Manager::new(std::slice::from_ref(&device));
         Self::with(card, device, manager, small_options())
     }
@@ -698,7 +698,7 @@ fn what_is_registered_by_anyone_counts_where_more_is_to_be_registered() {
 
 #[test]
 fn a_control_groups_limit_bounds_what_a_pager_page_locks() {
-    let (card, device) = emulated_card(8 * MIB, "it makes calls of the emulated card fail");
+    let (card, device) = hooked_card(8 * MIB);
     let figures = HostFigures {
         ram_total: 64 * GIB,
         ram_available: 32 * GIB,

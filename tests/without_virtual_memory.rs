@@ -2,6 +2,8 @@
 //! an address holds for its guard only, and the promises of the pager hold all the same: right bytes on
 //! cards of any size, held guards gone around or named, pressure obeyed, nothing left behind.
 
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail the test")]
+
 mod common;
 
 use std::collections::HashSet;

@@ -48,7 +48,7 @@ pub(in crate::pager) fn refresh_budget(
     while free < headroom {
         release_idle(core)?;
         free = core.device.memory()?.free;
-        if free >= headroom || give_up_one(core, control, NONE, None)? == 0 {
+        if free >= headroom || give_up_one(control, NONE, None)? == 0 {
             break;
         }
     }
@@ -67,7 +67,7 @@ pub(in crate::pager) fn pass_ended(control: &mut Control) {
 pub(in crate::pager) fn give_back(core: &Core, control: &mut Control, bytes: u64) -> Result<u64, PagerError> {
     let mut freed = 0;
     while freed < bytes {
-        match give_up_one(core, control, NONE, None)? {
+        match give_up_one(control, NONE, None)? {
             0 => break,
             more => freed += more,
         }
@@ -88,7 +88,7 @@ pub(in crate::pager) fn unload(
         if freed >= bytes {
             break;
         }
-        freed += give_up(core, control, block)?;
+        freed += give_up(control, block)?;
     }
     release_idle(core)?;
     Ok(freed)
@@ -243,7 +243,7 @@ fn allocate(
                 Err(error) => return Err(error.into()),
             }
         }
-        if from == TakeFrom::Nobody || give_up_one(core, control, id, below)? == 0 {
+        if from == TakeFrom::Nobody || give_up_one(control, id, below)? == 0 {
             return Ok(None);
         }
     }
@@ -349,15 +349,10 @@ fn candidates(control: &Control, asking: u32, may: impl Fn(u32, u64) -> bool) ->
 }
 
 /// Gives one block up, of a model of a priority below `below`; answers its bytes, 0 if guards hold all.
-fn give_up_one(
-    core: &Core,
-    control: &mut Control,
-    asking: u32,
-    below: Option<u64>,
-) -> Result<u64, PagerError> {
+fn give_up_one(control: &mut Control, asking: u32, below: Option<u64>) -> Result<u64, PagerError> {
     for (_, _, block) in candidates(control, asking, |_, priority| below.is_none_or(|below| priority < below))
     {
-        let freed = give_up(core, control, block)?;
+        let freed = give_up(control, block)?;
         if freed > 0 {
             return Ok(freed);
         }
@@ -366,7 +361,7 @@ fn give_up_one(
 }
 
 /// Frees a block, after everything that used it is done; answers its bytes, 0 if a guard holds it.
-fn give_up(core: &Core, control: &mut Control, number: u32) -> Result<u64, PagerError> {
+fn give_up(control: &mut Control, number: u32) -> Result<u64, PagerError> {
     let Some(block) = control.plain.as_ref().and_then(|plain| plain.block(number)) else { return Ok(0) };
     let key = block.info.content;
     let owner = block.model;
@@ -402,7 +397,6 @@ fn give_up(core: &Core, control: &mut Control, number: u32) -> Result<u64, Pager
     let bytes = freed.as_ref().map_or(0, |block| block.bytes);
     plain.held -= bytes;
     drop(freed);
-    let _ = core;
     Ok(bytes)
 }
 

@@ -440,6 +440,7 @@ impl Weights {
                     });
                 }
                 let target = CopyTarget {
+                    cut: u64::MAX,
                     layout: &self.layout,
                     base: DeviceAddress(start.0.wrapping_sub(run.start)),
                     scratch: state.scratch.as_ref().map(PoolAllocation::range),
@@ -559,6 +560,7 @@ impl Weights {
             state.modules[unit].backup = backup;
         }
         let target = CopyTarget {
+            cut: u64::MAX,
             layout: &self.layout,
             base: origin,
             scratch: None,

@@ -5,15 +5,14 @@
 #![allow(clippy::unwrap_used, reason = "a helper that panics is a test that fails")]
 
 mod common;
-mod standin;
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
+use common::standin::{Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
-use standin::{Standin, standin};
 use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{ModelOptions, PagerError, PagerOptions, Verifier};

@@ -4,7 +4,15 @@
 //! The forward pass is the example's own. The reference was made by `tests/data/reference_embedding.py`,
 //! which shares no code with it.
 
-#![expect(clippy::unwrap_used, reason = "a test's helpers fail the test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
 
 #[path = "../examples/embed/runner/mod.rs"]
 mod runner;
@@ -285,6 +293,9 @@ fn resident_partly_resident_and_paged_weights_give_the_same_bits() {
     }
 }
 
+/// The shape and the bytes of a factor.
+type Factor = (Vec<usize>, Vec<u8>);
+
 /// Writes a LoRA of rank 4 on the queries and the wide layers, in both naming habits.
 fn write_lora(path: &std::path::Path) {
     use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
@@ -295,7 +306,7 @@ fn write_lora(path: &std::path::Path) {
             .collect();
         (vec![rows, columns], bytes)
     };
-    let mut tensors: Vec<(String, (Vec<usize>, Vec<u8>))> = Vec::new();
+    let mut tensors: Vec<(String, Factor)> = Vec::new();
     for layer in 0..6 {
         let key = format!("encoder.layer.{layer}.attention.self.query");
         tensors.push((format!("transformer.{key}.lora_A.weight"), factor(4, 384)));

@@ -3,7 +3,15 @@
 //! Over the stand-in driver, whose kernels are the same host twins: the embeddings have the same bits. That
 //! the card's own code does what the twins do is held by `embed_kernels`.
 
-#![expect(unsafe_code, reason = "loads the stand-in")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
 
 #[path = "../examples/embed/runner/mod.rs"]
 #[allow(dead_code, unused_imports, reason = "this test uses a part of it")]

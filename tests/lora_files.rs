@@ -1,5 +1,15 @@
 //! LoRA files: both naming habits, matched to a model's tensors; what does not fit is refused by name.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
+
 mod common;
 
 use std::path::{Path, PathBuf};

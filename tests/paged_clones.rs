@@ -1,5 +1,15 @@
 //! Clones of a paged model share its pages and differ in patches, through the manager.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
+
 mod common;
 
 use std::sync::Arc;
@@ -142,8 +152,11 @@ fn page_locked_memory_comes_from_idle_models_first() {
     manager.set_knobs(|knobs| knobs.page_locked_budget = Some(idle + active));
     manager.ensure_pin_budget(1);
     assert_eq!(models[0].pinned_size(), 0);
-    let in_use: Vec<bool> =
-        manager.current_loaded_models().iter().map(|entry| entry.currently_used()).collect();
+    let in_use: Vec<bool> = manager
+        .current_loaded_models()
+        .iter()
+        .map(vram_pager::manager::LoadedModel::currently_used)
+        .collect();
     assert_eq!(in_use, [true, false]);
     checked(&models[0], &stream);
     checked(&models[1], &stream);

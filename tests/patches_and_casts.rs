@@ -2,7 +2,15 @@
 //! when they are cast and patched on the host, for every pair of types, with evictions in between, and a
 //! change of patches makes what is resident stale at once.
 
-#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
 
 mod common;
 

@@ -1,5 +1,15 @@
 //! A resident model gives the file's bytes, cast and patched, at every budget; its figures are the card's.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::similar_names,
+    clippy::float_cmp,
+    reason = "a failure here is a failed test, and its numbers are small"
+)]
+
 mod common;
 
 use std::sync::Arc;
@@ -7,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use common::{ModelFile, Numbers, Watchdog, assert_nothing_left, mixed_units, small_card, unit_id};
 use vram_pager::device::{self, FloatType, SharedDevice, Stream, StreamPriority};
-use vram_pager::manager::{LoadOptions, Manager, VramState};
+use vram_pager::manager::{FreeOptions, LoadOptions, Manager, VramState};
 use vram_pager::pager::{Factor, PatchSet, TensorPatch, Verifier};
 use vram_pager::patcher::{LoadBudget, ModelPatcher, Place, ResidentError, ResidentOptions, ResidentPatcher};
 use vram_pager::units::{KIB, MIB};
@@ -89,7 +99,7 @@ fn every_byte_is_right_at_every_budget() {
                 );
                 assert!(step < 5 || added > 0, "{budget}");
             }
-            if step < 0 || step >= 12 {
+            if !(0..12).contains(&step) {
                 assert_eq!((added, figures.buffer_bytes), (model.model_size(), 0));
             }
             // The second pass copies what is outside from page-locked memory.
@@ -384,7 +394,7 @@ fn the_manager_loads_what_the_card_has_room_for() {
             // What was to stay free is free, with the streaming buffer in use.
             assert!(manager.get_free_memory(None).unwrap() >= 8 * MIB);
             let free = manager.get_free_memory(None).unwrap();
-            let unloaded = manager.free_memory(free + 10 * MIB, None, &Default::default()).unwrap();
+            let unloaded = manager.free_memory(free + 10 * MIB, None, &FreeOptions::default()).unwrap();
             assert!(unloaded.is_empty(), "a part was enough");
             assert!(manager.get_free_memory(None).unwrap() >= free + 10 * MIB);
             checked(&model, &stream(&device));

@@ -287,24 +287,30 @@ fn means_no_kernels(error: &DeviceError) -> bool {
 
 /// Sums a few known bytes on the device; answers whether the sum is right.
 fn try_kernel(device: &SharedDevice, kernel: KernelId) -> Result<bool, DeviceError> {
-    const BYTES: u64 = 64;
+    const KNOWN: [u8; 64] = [0x5A; 64];
     let stream = Arc::new(Stream::new(device, StreamPriority::Normal)?);
-    let memory = PoolAllocation::new(&stream, BYTES + 8)?;
-    let (Some(bytes), Some(sum)) = (memory.range().part(0, BYTES), memory.range().part(BYTES, 8)) else {
+    let memory = PoolAllocation::new(&stream, KNOWN.len() as u64 + 8)?;
+    let (Some(bytes), Some(sum)) =
+        (memory.range().part(0, KNOWN.len() as u64), memory.range().part(KNOWN.len() as u64, 8))
+    else {
         return Ok(false);
     };
     let mut found = [0_u8; 8];
     // SAFETY: the ranges lie in our allocation, which goes in the order of its stream; the target lives past
     // the wait.
     unsafe {
-        device.fill(bytes, 0x5A, stream.id())?;
+        device.fill(bytes, KNOWN[0], stream.id())?;
         device.fill(sum, 0, stream.id())?;
         stream.launch(&checksum_launch(kernel, bytes, 3, sum))?;
         let read = device.copy_to_host(found.as_mut_ptr(), sum, stream.id());
         stream.synchronize()?;
         read?;
     }
+<<<<<<< HEAD
     Ok(u64::from_le_bytes(found) == checksum(&[0x5A; 64], 3))
+=======
+    Ok(u64::from_le_bytes(found) == checksum(&KNOWN, 3))
+>>>>>>> cuda2
 }
 
 /// The checksum of bytes on the device, read back.

@@ -63,6 +63,17 @@ macro_rules! driver_table {
                     && self.event_synchronize.is_some()
             }
 
+            /// Whether there are stream-ordered pools: all of their calls or none.
+            pub(super) fn has_pools(&self) -> bool {
+                self.mem_pool_create.is_some()
+                    && self.mem_pool_destroy.is_some()
+                    && self.mem_pool_set_attribute.is_some()
+                    && self.mem_pool_get_attribute.is_some()
+                    && self.mem_pool_trim_to.is_some()
+                    && self.mem_alloc_from_pool_async.is_some()
+                    && self.mem_free_async.is_some()
+            }
+
             /// The names, of those in the table, that the library does not export.
             pub(super) fn missing(&self) -> Vec<&'static str> {
                 let mut names = Vec::new();

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 
 use super::card::{CudaDevice, location};
 use super::code::{Class, NOT_READY, classify};
-use super::driver::{Driver, Refusal, insist};
+use super::driver::{Driver, MISSING, Refusal, insist};
 use super::stream::EVENT_FLAGS;
 use crate::device::{ActivationPool, DeviceError, PoolFigures, StreamId};
 use crate::units::{DeviceAddress, DeviceRange};
@@ -164,6 +164,9 @@ impl Pool {
 
 /// Makes the driver's pool. The context is bound.
 fn native_pool(driver: &Driver, device: sys::CUdevice) -> Result<sys::CUmemoryPool, Refusal> {
+    if !driver.has_pools() {
+        return Err(Refusal { call: "cuMemPoolCreate", code: MISSING });
+    }
     // SAFETY: all zeros is a valid value: no flags, no pointers, and enums whose zero is a variant.
     let mut props: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
     props.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;

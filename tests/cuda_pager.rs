@@ -1,19 +1,19 @@
 //! The pager on cards behind the CUDA driver, over the stand-in: streams that a runner brings along,
 //! streams that are being captured, cards without virtual memory calls, and several cards at once.
 
+#![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "calls the stand-in and registers raw streams")]
 #![allow(clippy::unwrap_used, reason = "a helper that panics is a test that fails")]
 
 mod common;
-mod standin;
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
+use common::standin::{Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
-use standin::{Standin, standin};
 use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{ModelOptions, PagerError, PagerOptions, Verifier};

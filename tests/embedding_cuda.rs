@@ -3,7 +3,7 @@
 //! Over the stand-in driver, whose kernels are the same host twins: the embeddings have the same bits. That
 //! the card's own code does what the twins do is held by `embed_kernels`.
 
-#![expect(unsafe_code, reason = "loads the stand-in")]
+#![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers that are shared fail as a test does")]
 
 #[path = "../examples/embed/runner/mod.rs"]
@@ -12,12 +12,11 @@ mod runner;
 
 #[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
 mod common;
-mod standin;
 
 use common::assert_nothing_left;
+use common::standin::standin;
 use runner::{Bert, Compute, FETCH, ModelFolder};
 use serde::Deserialize;
-use standin::standin;
 use vram_pager::device;
 use vram_pager::pager::{ModelCounts, Pager, PagerOptions};
 use vram_pager::units::MIB;

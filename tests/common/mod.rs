@@ -16,7 +16,7 @@ mod cards;
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code, reason = "calls the hooks of the stand-in's library")]
 #[path = "../standin/mod.rs"]
-mod standin;
+pub mod standin;
 
 pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
 

@@ -10,7 +10,6 @@
 #[allow(dead_code, unused_imports, reason = "this test uses a part of it")]
 mod runner;
 
-#[allow(dead_code, unused_imports, missing_docs, unreachable_pub, reason = "this test uses a part of it")]
 mod common;
 
 use common::assert_nothing_left;

@@ -27,7 +27,9 @@ fn program(driver: bool, settings: &[(&str, &str)], args: &[&str]) -> Output {
         command.env(format!("VRAM_PAGER_STANDIN_{name}"), value);
     }
     let output = command.output().unwrap();
-    assert!(!errors(&output).contains("MISUSE"), "{settings:?} {args:?}: {}", errors(&output));
+    // A call that gives something back and is missing leaves it to the end of the process.
+    let misuse = errors(&output).lines().any(|line| line.contains("MISUSE") && !line.contains("left behind"));
+    assert!(!misuse, "{settings:?} {args:?}: {}", errors(&output));
     output
 }
 

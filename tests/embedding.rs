@@ -62,10 +62,10 @@ struct Card {
 
 impl Card {
     fn open(mib: u64) -> Self {
-        Self::over(common::card(mib * MIB, 2 * MIB))
+        Self::on(common::card(mib * MIB, 2 * MIB))
     }
 
-    fn over(device: SharedDevice) -> Self {
+    fn on(device: SharedDevice) -> Self {
         let options = PagerOptions { page_locked_bytes: Some(16 * MIB), ..PagerOptions::default() };
         let pager = Pager::new(&device, options).unwrap();
         let compute = Compute::new(&device).unwrap();
@@ -209,7 +209,7 @@ fn memory_that_activations_gave_back_goes_to_weights() {
 #[test]
 fn a_card_far_too_small_still_gives_the_reference() {
     // No layer fits: its matrices come in pieces of rows.
-    let card = Card::over(common::small_card(MIB / 2));
+    let card = Card::on(common::small_card(512 << 10));
     for _ in 0..2 {
         assert_close(&card.embed(&reference()[0].ids), &reference()[0]);
     }

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{
-    ModelFile, Numbers, Watchdog, assert_nothing_left, checked_pass, emulated_card, mixed_units,
-    small_options, unit_id,
+    Hooks, ModelFile, Numbers, Watchdog, assert_nothing_left, checked_pass, emulated_card, hooked_card,
+    mixed_units, small_options, unit_id,
 };
-use vram_pager::device::emulated::{CallKind, EmulatedDevice, Fault, FaultError};
+use vram_pager::device::emulated::{CallKind, Fault, FaultError};
 use vram_pager::device::{FloatType, PoolAllocation, SharedDevice};
 use vram_pager::manager::{CardFigures, DeviceFigures};
 use vram_pager::manager::{
@@ -37,7 +37,7 @@ type Shared = Arc<dyn ModelPatcher>;
 
 /// One card, its manager and its pager.
 struct House {
-    card: Arc<EmulatedDevice>,
+    card: Hooks,
     device: SharedDevice,
     manager: Manager,
     pager: Arc<Pager>,
@@ -46,17 +46,12 @@ struct House {
 
 impl House {
     fn new(bytes: u64) -> Self {
-        let (card, device) = emulated_card(bytes, "it makes calls of the emulated card fail");
+        let (card, device) = hooked_card(bytes);
         let manager = Manager::new(std::slice::from_ref(&device));
         Self::with(card, device, manager, small_options())
     }
 
-    fn with(
-        card: Arc<EmulatedDevice>,
-        device: SharedDevice,
-        manager: Manager,
-        options: PagerOptions,
-    ) -> Self {
+    fn with(card: Hooks, device: SharedDevice, manager: Manager, options: PagerOptions) -> Self {
         manager.set_knobs(|knobs| {
             knobs.reserve = 0;
             knobs.inference_floor = 0;
@@ -550,12 +545,12 @@ fn concurrent_callers_never_deadlock_and_never_see_a_half_made_ledger() {
             while !done.load(Ordering::Relaxed) {
                 let entries = house.manager.current_loaded_models();
                 // Models that live are listed once.
-                let mut seen: Vec<_> =
+                let mut models: Vec<_> =
                     entries.iter().filter_map(LoadedModel::model).map(|model| model.weights_uuid()).collect();
-                let listed = seen.len();
-                seen.sort_unstable();
-                seen.dedup();
-                assert_eq!(seen.len(), listed, "a model is listed twice");
+                let listed = models.len();
+                models.sort_unstable();
+                models.dedup();
+                assert_eq!(models.len(), listed, "a model is listed twice");
                 let stats = house.manager.stats();
                 assert!(stats.models.iter().all(|model| model.loaded <= model.size));
             }
@@ -574,9 +569,11 @@ fn concurrent_callers_never_deadlock_and_never_see_a_half_made_ledger() {
 #[test]
 fn a_card_that_is_lost_is_said_to_be_and_nothing_hangs_or_panics() {
     let _dog = Watchdog::new(60, "a lost card");
-    let house = House::new(8 * MIB);
+    let (card, device) = emulated_card(8 * MIB, "any call loses the card");
+    let manager = Manager::new(std::slice::from_ref(&device));
+    let house = House::with(Hooks::Emulated(Arc::clone(&card)), device, manager, small_options());
     let (model, paged, shared) = house.resident();
-    house.card.inject(Fault::once(CallKind::Any, 1).with(FaultError::Lost));
+    card.inject(Fault::once(CallKind::Any, 1).with(FaultError::Lost));
     assert!(house.device.memory().is_err());
     let lost = |error: &ManagerError| error.to_string().contains("lost");
     let error = house.manager.get_free_memory(None).unwrap_err();
@@ -636,10 +633,10 @@ fn a_paged_models_page_locked_bytes_are_real() {
 
 #[test]
 fn memory_that_could_not_be_page_locked_is_not_counted_and_nothing_fails() {
-    let (card, device) = emulated_card(3 * MIB, "it makes calls of the emulated card fail");
+    let (card, device) = emulated_card(3 * MIB, "page-locking fails from some call on");
     card.inject(Fault::from_then_on(CallKind::PageLock, 1));
     let manager = Manager::new(std::slice::from_ref(&device));
-    let house = House::with(card, device, manager, small_options());
+    let house = House::with(Hooks::Emulated(card), device, manager, small_options());
     let (model, paged, shared) = house.model();
     house.load(&shared);
     let stream = house.pager.stream().unwrap();
@@ -701,7 +698,7 @@ fn what_is_registered_by_anyone_counts_where_more_is_to_be_registered() {
 
 #[test]
 fn a_control_groups_limit_bounds_what_a_pager_page_locks() {
-    let (card, device) = emulated_card(8 * MIB, "it makes calls of the emulated card fail");
+    let (card, device) = hooked_card(8 * MIB);
     let figures = HostFigures {
         ram_total: 64 * GIB,
         ram_available: 32 * GIB,

@@ -115,17 +115,17 @@ fn a_worker_asks_its_parent_for_room_and_the_parents_models_make_it() {
     let house = House::new(8 * MIB);
     let pager = Pager::new(&house.device, small_options()).unwrap();
     let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
-    let paged = PagedPatcher::new(&model, CARD);
-    let shared: Arc<dyn ModelPatcher> = Arc::clone(&paged) as _;
+    let ours = PagedPatcher::new(&model, CARD);
+    let shared: Arc<dyn ModelPatcher> = Arc::clone(&ours) as _;
     house.manager.load_model_gpu(&shared, LoadOptions::default()).unwrap();
-    paged.prefetch_all().unwrap();
+    ours.prefetch_all().unwrap();
     house.device.synchronize().unwrap();
-    assert_eq!(paged.loaded_size(), paged.model_size());
+    assert_eq!(ours.loaded_size(), ours.model_size());
 
     let (worker, stand_in) = loaded(&house, options(&house, &file));
     assert_eq!(*house.asked.lock().unwrap(), [worker.model_size()]);
-    assert!(paged.loaded_size() < paged.model_size(), "nobody made room");
-    assert!(worker.held_bytes() + paged.loaded_size() <= 8 * MIB);
+    assert!(ours.loaded_size() < ours.model_size(), "nobody made room");
+    assert!(worker.held_bytes() + ours.loaded_size() <= 8 * MIB);
     assert_eq!(stand_in.loaded_size(), worker.model_size());
     assert!(!stand_in.is_dynamic());
 }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use super::patches::{DevicePatch, DevicePatches};
 use crate::device::{DeviceError, PatchPart, cast_kernel, cast_launch, patch_launch};
 use crate::staging::StagingBuffer;
-use crate::transfer::{Batch, float_type, is_cast_on_card};
+use crate::transfer::{Batch, cut_extents, float_type, is_cast_on_card};
 use crate::units::{DeviceAddress, DeviceRange, ModelTime};
 use crate::weights::{Extent, PageLayout};
 
@@ -28,6 +28,8 @@ pub(crate) struct CopyTarget<'a> {
     pub(crate) base: DeviceAddress,
     /// Memory of the batch's stream where what is cast lands: as much as a run is long.
     pub(crate) scratch: Option<DeviceRange>,
+    /// Where what is cast on the card was cut when it was read: at multiples of this many bytes.
+    pub(crate) cut: u64,
     /// The patches to apply.
     pub(crate) patches: Option<&'a DevicePatches>,
 }
@@ -58,7 +60,7 @@ pub(crate) fn copy_run(
         }
         Ok(())
     };
-    for extent in target.layout.extents(run.clone()) {
+    for extent in cut_extents(target.layout, run.clone(), target.cut) {
         let end = extent.at + extent.device_bytes;
         if is_cast_on_card(&extent) {
             flush(&mut plain, &mut bytes)?;

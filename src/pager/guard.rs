@@ -61,6 +61,7 @@ pub(super) enum Streamed {
 }
 
 impl Streamed {
+    #[inline]
     fn has(&self, place: usize) -> bool {
         match self {
             Self::None => false,
@@ -71,6 +72,7 @@ impl Streamed {
 }
 
 impl Pinned {
+    #[inline]
     pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
         for (place, span) in self.spans.clone().enumerate() {
             if self.streamed.has(place) {
@@ -95,6 +97,7 @@ pub struct Guard<'m> {
 }
 
 impl<'m> Guard<'m> {
+    #[inline]
     pub(super) fn new(model: &'m PagedModel, stream: &'m PagerStream, pinned: Pinned) -> Self {
         Self { model, stream, pinned }
     }
@@ -121,6 +124,7 @@ impl<'m> Guard<'m> {
     }
 
     /// Releases the guard on its stream; the same as dropping it.
+    #[inline]
     pub fn release(self) {}
 
     /// Releases the guard on another stream, which all work that uses it has been ordered before.
@@ -143,6 +147,7 @@ impl fmt::Debug for Guard<'_> {
 }
 
 impl Drop for Guard<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.pinned.release(self.model, self.stream);
     }

@@ -19,7 +19,7 @@ use super::error::PagerError;
 use super::frames::{NONE, PageKey};
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
-use crate::transfer::{ReadJob, read_extents};
+use crate::transfer::{ReadJob, cut_extents, read_extents};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
@@ -312,6 +312,7 @@ fn copy_pages(
             }
         }
         let target = convert::CopyTarget {
+            cut: page_bytes,
             layout: &model.layout,
             base,
             scratch: scratch.get(batch.place()).map(PoolAllocation::range),
@@ -452,7 +453,8 @@ impl ReadJob for PageRead {
         let base = range.start;
         self.read = match buffer.bytes_mut() {
             Ok(bytes) => {
-                read_extents(&self.index, self.layout.extents(range), base, bytes).map_err(PagerError::from)
+                read_extents(&self.index, cut_extents(&self.layout, range, self.core.page_bytes), base, bytes)
+                    .map_err(PagerError::from)
             }
             Err(error) => Err(error.into()),
         };

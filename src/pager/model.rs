@@ -74,6 +74,7 @@ pub struct ModelFigures {
 }
 
 impl PagedModel {
+    #[inline]
     pub(super) fn core(&self) -> &Arc<Core> {
         self.pager.core()
     }
@@ -82,6 +83,7 @@ impl PagedModel {
         self.id
     }
 
+    #[inline]
     pub(super) fn word(&self, span: u32) -> &SpanWord {
         &self.words[span as usize].0
     }
@@ -117,6 +119,7 @@ impl PagedModel {
     /// # Errors
     /// [`PagerError::Held`] if guards hold memory that it needs; [`PagerError::NeverFits`] if the unit is
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
+    #[inline]
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
         Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, Patience::None)?))
     }
@@ -449,6 +452,7 @@ impl PagedModel {
     }
 
     /// Pins a span; answers whether its release goes the slow way.
+    #[inline]
     fn pin_span(
         &self,
         span: u32,
@@ -518,6 +522,7 @@ impl PagedModel {
         })
     }
 
+    #[inline]
     fn spans(&self, unit: UnitId) -> Result<std::ops::Range<u32>, PagerError> {
         let place = self.layout.units().get(unit.index());
         place.map(|unit| unit.spans.clone()).ok_or_else(|| self.not_found(format!("unit number {}", unit.0)))

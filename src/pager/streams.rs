@@ -50,10 +50,12 @@ impl PagerStream {
         &self.stream
     }
 
+    #[inline]
     pub(super) fn slot(&self) -> u8 {
         self.slot
     }
 
+    #[inline]
     pub(super) fn bit(&self) -> u64 {
         1 << self.slot
     }

@@ -272,7 +272,7 @@ fn usable_kernel(device: &SharedDevice) -> Result<Option<KernelId>, DeviceError>
     }
     match try_kernel(device, kernel) {
         Ok(right) => Ok(right.then_some(kernel)),
-        Err(error) if means_no_kernels(&error) => Ok(None),
+        Err(DeviceError::Unsupported { .. } | DeviceError::Driver { call: "cuLaunchKernel", .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -304,7 +304,7 @@ fn try_kernel(device: &SharedDevice, kernel: KernelId) -> Result<bool, DeviceErr
         stream.synchronize()?;
         read?;
     }
-    Ok(u64::from_le_bytes(found) == checksum(&[0x5A; BYTES as usize], 3))
+    Ok(u64::from_le_bytes(found) == checksum(&[0x5A; 64], 3))
 }
 
 /// The checksum of bytes on the device, read back.

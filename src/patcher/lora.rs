@@ -98,16 +98,15 @@ pub enum LoraError {
         /// The up factor.
         up: String,
         /// Its shape.
-        up_shape: Vec<u64>,
+        up_shape: Box<[u64]>,
         /// The down factor.
         down: String,
         /// Its shape.
-        down_shape: Vec<u64>,
+        down_shape: Box<[u64]>,
     },
     /// A factor does not fit the tensor that it patches.
     #[error(
-        "{}: `{factor}` {factor_shape:?} does not fit the model's `{tensor}` {tensor_shape:?}, whose matrix has \
-         {rows} rows and {columns} columns", .file.display()
+        "{}: `{factor}` {factor_shape:?} does not fit the model's `{tensor}` {tensor_shape:?}", .file.display()
     )]
     Shape {
         /// The LoRA's file.
@@ -115,15 +114,11 @@ pub enum LoraError {
         /// The factor.
         factor: String,
         /// Its shape.
-        factor_shape: Vec<u64>,
+        factor_shape: Box<[u64]>,
         /// The model's tensor.
         tensor: String,
         /// Its shape.
-        tensor_shape: Vec<u64>,
-        /// The rows of the tensor's matrix.
-        rows: u64,
-        /// Its columns.
-        columns: u64,
+        tensor_shape: Box<[u64]>,
     },
     /// A tensor of a type that it cannot have here.
     #[error("{}: `{tensor}` is of type {dtype}; {wanted}", .file.display())]
@@ -314,9 +309,9 @@ impl LoraFile {
             return Err(LoraError::Rank {
                 file: self.path(),
                 up: up_info.name.clone(),
-                up_shape: up_info.shape.clone(),
+                up_shape: up_info.shape.as_slice().into(),
                 down: down_info.name.clone(),
-                down_shape: down_info.shape.clone(),
+                down_shape: down_info.shape.as_slice().into(),
             });
         };
         #[expect(clippy::cast_precision_loss, reason = "a rank has 32 bits")]
@@ -338,9 +333,9 @@ impl LoraFile {
         }
         let bytes = self.read(id)?;
         let value = match (info.dtype, &bytes[..]) {
-            (Dtype::F64, &[a, b, c, d, e, f, g, h]) => f64::from_le_bytes([a, b, c, d, e, f, g, h]),
+            (Dtype::F64, bytes) => f64::from_le_bytes(bytes.try_into().unwrap_or_default()),
             #[expect(clippy::cast_precision_loss, reason = "an alpha is a small number")]
-            (Dtype::I64, &[a, b, c, d, e, f, g, h]) => i64::from_le_bytes([a, b, c, d, e, f, g, h]) as f64,
+            (Dtype::I64, bytes) => i64::from_le_bytes(bytes.try_into().unwrap_or_default()) as f64,
             (Dtype::I32, &[a, b, c, d]) => f64::from(i32::from_le_bytes([a, b, c, d])),
             (dtype, bytes) if float_type(dtype).is_some() => {
                 let mut wide = [0; 4];
@@ -448,11 +443,9 @@ impl LoraFile {
         Err(LoraError::Shape {
             file: self.path(),
             factor: factor.name.clone(),
-            factor_shape: factor.shape.clone(),
+            factor_shape: factor.shape.as_slice().into(),
             tensor: info.name.clone(),
-            tensor_shape: info.shape.clone(),
-            rows,
-            columns,
+            tensor_shape: info.shape.as_slice().into(),
         })
     }
 }

@@ -5,8 +5,10 @@
 
 #![deny(unsafe_code)]
 
+use std::ops::Range;
+
 use crate::device::{FloatType, cast};
-use crate::weights::{Dtype, Extent, TensorIndex, WeightsError};
+use crate::weights::{Dtype, Extent, PageLayout, TensorIndex, WeightsError};
 
 /// The kernels' name for a type, if they know it.
 pub fn float_type(dtype: Dtype) -> Option<FloatType> {
@@ -23,6 +25,21 @@ pub fn float_type(dtype: Dtype) -> Option<FloatType> {
 /// Whether an extent crosses the link in the file's type and is cast on the card.
 pub fn is_cast_on_card(extent: &Extent) -> bool {
     extent.from != extent.to && extent.file_bytes < extent.device_bytes
+}
+
+/// The extents of a run of model addresses, with those that are cast on the card cut at multiples of `cut`.
+///
+/// A narrow extent lies packed from where it begins, so whoever reads a run and whoever copies a part of it
+/// must cut it alike: at pages, where parts of a run are pages.
+pub fn cut_extents(layout: &PageLayout, run: Range<u64>, cut: u64) -> impl Iterator<Item = Extent> + '_ {
+    layout.extents(run).flat_map(move |extent| {
+        let cut = if is_cast_on_card(&extent) { cut.max(1) } else { u64::MAX };
+        let (start, end) = (extent.at, extent.at + extent.device_bytes);
+        (start / cut..end.div_ceil(cut)).flat_map(move |part| {
+            let from = start.max(part.saturating_mul(cut));
+            layout.extents(from..end.min((part + 1).saturating_mul(cut)))
+        })
+    })
 }
 
 /// Reads `extents` from their files into `buffer`, at whose first byte model address `base` lies, each in

@@ -8,6 +8,6 @@ mod convert;
 mod engine;
 mod reader;
 
-pub use convert::{cast_bytes, float_type, is_cast_on_card, read_extents};
+pub use convert::{cast_bytes, cut_extents, float_type, is_cast_on_card, read_extents};
 pub use engine::{Batch, CopyEngine};
 pub use reader::{ReadJob, ReaderPool, ReaderQueue};

@@ -57,8 +57,8 @@ impl RunnerError {
             | Self::WrongModel { .. }
             | Self::TooLong { .. }
             | Self::NoTokens
-            | Self::Lora(_) => true,
-            Self::Pager(PagerError::NeverFits { .. }) => true,
+            | Self::Lora(_)
+            | Self::Pager(PagerError::NeverFits { .. }) => true,
             Self::Device(error) | Self::Pager(PagerError::Device(error)) => matches!(
                 error,
                 DeviceError::BadDeviceString { .. } | DeviceError::Unit(_) | DeviceError::Unavailable { .. }

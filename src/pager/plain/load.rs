@@ -247,6 +247,7 @@ fn copy(
     let start = model.layout.spans()[span as usize].bytes.start;
     let batch = engine.begin();
     let target = CopyTarget {
+        cut: u64::MAX,
         layout: &model.layout,
         base: DeviceAddress(block.memory.range().start.0.wrapping_sub(origin_of(start))),
         scratch: scratch.get(batch.place()).map(PoolAllocation::range),

@@ -101,7 +101,7 @@ mod tests {
             seed % below
         };
         for _ in 0..2000 {
-            let sizes: Vec<u64> = (0..1 + random(30)).map(|_| 1 + random(100)).collect();
+            let sizes: Vec<u64> = (0..=random(30)).map(|_| 1 + random(100)).collect();
             let budget = 1 + random(600);
             let plan = plan(&sizes, |_| true, budget);
             let kept: u64 = sizes.iter().zip(&plan.resident).filter(|(_, kept)| **kept).map(|(b, _)| b).sum();

@@ -205,7 +205,9 @@ mod tests {
     #[test]
     fn sizes_beyond_any_card_saturate() {
         let mut all = modules(&[1, 1, 1]);
-        all.iter_mut().for_each(|one| (one.cost, one.bytes) = (u64::MAX, u64::MAX));
+        for one in &mut all {
+            (one.cost, one.bytes) = (u64::MAX, u64::MAX);
+        }
         assert_eq!(chosen(&all, u64::MAX).len(), 3);
         assert_eq!(chosen(&all, 2).len(), 2, "none of them can be streamed at all");
     }

@@ -110,9 +110,10 @@ impl ResidentPatcher {
     /// stay what they were.
     pub fn set_loras(&self, loras: &[Lora<'_>]) -> Result<Vec<String>, LoraError> {
         let found = lora_patches(self.index(), loras)?;
-        let set = match loras.is_empty() {
-            true => None,
-            false => Some(PatchSet::for_layout(self.index(), self.layout(), found.patches)?),
+        let set = if loras.is_empty() {
+            None
+        } else {
+            Some(PatchSet::for_layout(self.index(), self.layout(), found.patches)?)
         };
         self.set_patches(set);
         Ok(found.unmatched)

@@ -68,7 +68,7 @@ impl Weights {
         let place = self.layout.tensor_at(tensor);
         let row_bytes = place.bytes.checked_div(count).unwrap_or(0);
         let bytes = row_bytes.checked_mul(rows.len() as u64).filter(|bytes| *bytes > 0);
-        let Some(bytes) = bytes.filter(|_| place.bytes % count == 0) else {
+        let Some(bytes) = bytes.filter(|_| place.bytes.is_multiple_of(count)) else {
             let why = format!("{} rows of tensor `{}`, {row_bytes} bytes each", rows.len(), info.name);
             return Err(DeviceError::InvalidArgument { call: "rows", why }.into());
         };

@@ -440,6 +440,7 @@ impl Weights {
                     });
                 }
                 let target = CopyTarget {
+                    cut: u64::MAX,
                     layout: &self.layout,
                     base: DeviceAddress(start.0.wrapping_sub(run.start)),
                     scratch: state.scratch.as_ref().map(PoolAllocation::range),
@@ -535,7 +536,7 @@ impl Weights {
         bake: bool,
     ) -> Result<(), ResidentError> {
         let run = self.layout.units()[unit].bytes.clone();
-        let base = DeviceAddress(start.0.wrapping_sub(run.start));
+        let origin = DeviceAddress(start.0.wrapping_sub(run.start));
         let Some(attached) = &state.attached else { return Ok(()) };
         // Until the end of a success, which the caller notes.
         state.modules[unit].version = UNKNOWN;
@@ -548,7 +549,7 @@ impl Weights {
                 }
                 let place = self.layout.tensor_at(tensor);
                 let mut bytes = vec![0; usize::try_from(place.bytes).unwrap_or(usize::MAX)];
-                let from = DeviceRange::new(base.offset(place.at), place.bytes);
+                let from = DeviceRange::new(origin.offset(place.at), place.bytes);
                 // SAFETY: the source lies in the module's allocation; the target lives past the wait below.
                 let copied = unsafe { self.device.copy_to_host(bytes.as_mut_ptr(), from, stream.id()) };
                 let waited = stream.synchronize();
@@ -558,8 +559,13 @@ impl Weights {
             }
             state.modules[unit].backup = backup;
         }
-        let target =
-            CopyTarget { layout: &self.layout, base, scratch: None, patches: state.attached.as_ref() };
+        let target = CopyTarget {
+            cut: u64::MAX,
+            layout: &self.layout,
+            base: origin,
+            scratch: None,
+            patches: state.attached.as_ref(),
+        };
         let batch = state.engine.begin();
         let enqueued = patch_run(&batch, &target, run);
         let ready = batch.finish()?;
@@ -621,7 +627,7 @@ impl Weights {
         self.counts.misses.fetch_add(1, Ordering::Relaxed);
         let capacity = state.buffer.as_ref().map_or(0, |buffer| buffer.range().bytes);
         if capacity < wanted && !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
             let stream = Arc::clone(state.engine.stream(0));
             state.buffer = Some(PoolAllocation::new(&stream, wanted)?);
         }
@@ -646,7 +652,7 @@ impl Weights {
     }
 
     /// Gives the streaming buffer back; no guard holds a place.
-    fn drop_buffer(&self, state: &mut State) -> Result<(), ResidentError> {
+    fn drop_buffer(state: &mut State) -> Result<(), ResidentError> {
         let places = std::mem::take(&mut state.places);
         for place in places.ends {
             for fence in place.ready.iter().chain(place.uses.iter().map(|(_, fence)| fence)) {
@@ -725,7 +731,7 @@ impl Weights {
         }
         let outside = state.modules.iter().any(|module| !module.loaded);
         if !outside && !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
         }
         Ok(self.loaded().saturating_sub(before))
     }
@@ -808,7 +814,7 @@ impl Weights {
         let pinned = (0..).zip(&state.modules).filter(|(_, module)| module.pins > 0).map(|(unit, _)| unit);
         let pinned: Vec<usize> = pinned.chain(state.places.pinned()).collect();
         if !state.places.is_pinned() {
-            self.drop_buffer(state)?;
+            Self::drop_buffer(state)?;
         }
         if pinned.is_empty() {
             (state.attached, state.scratch, state.bake) = (None, None, false);

@@ -99,11 +99,11 @@ pub fn serve(device: &SharedDevice, file: &Path, options: &ServeOptions) -> Resu
     let model = pager.open_model(index, &ModelOptions::default())?;
     let socket = Socket::listen(&options.socket)?;
     let deadline = Instant::now() + options.patience;
-    let stream = loop {
+    let mut stream = loop {
         let Some(mut stream) = socket.accept(deadline)? else {
             return Err(ServeError::NoParent { socket: options.socket.clone(), patience: options.patience });
         };
-        match greet(&mut stream, &model, options) {
+        match hear_greeting(&mut stream) {
             Ok(()) => break stream,
             Err(error) => {
                 tracing::warn!(%error, "a connection was refused");
@@ -112,8 +112,9 @@ pub fn serve(device: &SharedDevice, file: &Path, options: &ServeOptions) -> Resu
             }
         }
     };
-    // One parent is all there is: nobody else finds the way in.
+    // One parent is all there is: once it is welcome, nobody else finds the way in.
     drop(socket);
+    welcome(&mut stream, &model, options)?;
     let reading = stream.try_clone().map_err(FrameError::from)?;
     let session = Session {
         own_headroom: pager.figures().headroom_bytes,
@@ -175,11 +176,14 @@ impl Drop for Socket {
     }
 }
 
-fn greet(stream: &mut UnixStream, model: &PagedModel, options: &ServeOptions) -> Result<(), FrameError> {
+fn hear_greeting(stream: &mut UnixStream) -> Result<(), FrameError> {
     match read_frame(stream, Some(FRAME_PATIENCE))? {
-        ToWorker::Hello { magic, version } => check_hello(&magic, version)?,
-        other => return Err(FrameError::OutOfTurn(format!("{} before a greeting", other.name()))),
+        ToWorker::Hello { magic, version } => check_hello(&magic, version),
+        other => Err(FrameError::OutOfTurn(format!("{} before a greeting", other.name()))),
     }
+}
+
+fn welcome(stream: &mut UnixStream, model: &PagedModel, options: &ServeOptions) -> Result<(), FrameError> {
     let welcome = ToParent::Welcome {
         magic: PROTOCOL_MAGIC.to_owned(),
         version: PROTOCOL_VERSION,

@@ -1,6 +1,7 @@
 //! The pager on cards behind the CUDA driver, over the stand-in: streams that a runner brings along,
 //! streams that are being captured, cards without virtual memory calls, and several cards at once.
 
+#![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "calls the stand-in and registers raw streams")]
 #![allow(clippy::unwrap_used, reason = "a helper that panics is a test that fails")]
 

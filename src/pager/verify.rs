@@ -306,11 +306,7 @@ fn try_kernel(device: &SharedDevice, kernel: KernelId) -> Result<bool, DeviceErr
         stream.synchronize()?;
         read?;
     }
-<<<<<<< HEAD
-    Ok(u64::from_le_bytes(found) == checksum(&[0x5A; 64], 3))
-=======
     Ok(u64::from_le_bytes(found) == checksum(&KNOWN, 3))
->>>>>>> cuda2
 }
 
 /// The checksum of bytes on the device, read back.

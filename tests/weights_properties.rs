@@ -380,16 +380,13 @@ proptest! {
     }
 
     #[test]
-    fn units_follow_one_another_and_large_ones_begin_on_a_page(model in models(), options in options()) {
+    fn units_follow_one_another_and_nothing_is_lost_between_them(model in models(), options in options()) {
         let index = index_of(&model);
         let layout = PageLayout::new(&index, &options).unwrap();
         prop_assert_eq!(layout.units().len(), index.units().len());
         let mut end = 0;
         for unit in layout.units() {
-            let bytes = unit.bytes.end - unit.bytes.start;
-            let large = bytes >= 16 * options.page_bytes;
-            let alignment = if large { options.page_bytes } else { TENSOR_ALIGNMENT };
-            prop_assert_eq!(unit.bytes.start, u64::next_multiple_of(end, alignment));
+            prop_assert_eq!(unit.bytes.start, u64::next_multiple_of(end, TENSOR_ALIGNMENT));
             end = unit.bytes.end;
         }
         prop_assert_eq!(u64::from(layout.page_count()), end.div_ceil(options.page_bytes));

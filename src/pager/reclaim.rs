@@ -269,7 +269,25 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     while control.frames.ring.len() < ring as usize {
         control.frames.ring.push(NONE);
     }
+    leave_old_slots(control, id);
     Ok(())
+}
+
+/// Takes a model's pages out of ring frames that are no longer their slots', at most a ring of them: so the
+/// next pass maps every page where it belongs, and the one after it maps nothing.
+fn leave_old_slots(control: &mut Control, id: u32) {
+    for slot in 0..control.frames.ring.len() {
+        let frame = control.frames.ring[slot];
+        if frame == NONE {
+            continue;
+        }
+        let key = control.frames.info(frame).content;
+        let Some(model) = control.model(id).filter(|_| key.model == id) else { continue };
+        if model.pages[key.page as usize].slot as usize != slot {
+            // A page that a guard holds stays where it is until it is loaded anew.
+            super::claim::take(control, frame);
+        }
+    }
 }
 
 /// Makes the choice of ring and of units kept whole anew, if the frames changed by more than 2 % since.

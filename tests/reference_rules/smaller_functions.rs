@@ -222,6 +222,8 @@ fn the_trace_tells_who_was_asked_for_how_much_and_what_it_gave() {
         .with_writer(move || writer.clone())
         .finish();
     tracing::subscriber::with_default(subscriber, || {
+        // Callsites that another test's thread met before, with nobody listening, are asked again.
+        tracing::callsite::rebuild_interest_cache();
         let (manager, card) = one_card(8192);
         let (a, b): (Shared, Shared) = (resident(&card, "victim", 4096), resident(&card, "newcomer", 4096));
         load(&manager, &[&a]);

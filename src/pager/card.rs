@@ -19,6 +19,7 @@ use super::options::{ModelOptions, PagerOptions};
 use super::order::{OrderLearner, PassOrder};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
+use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
@@ -96,8 +97,10 @@ impl Pager {
             budget: 0,
             budget_read_at: None,
             next_priority: 0,
+            pool_use: PoolUse::default(),
             page_loads: 0,
             ring_hand: 0,
+            wanted: Vec::new(),
             cached_bytes: 0,
             under_way: 0,
             releases: 0,
@@ -226,6 +229,7 @@ impl Pager {
             cursor: 0,
             priority: control.next_priority,
             promoted: false,
+            passes: 0,
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),
@@ -245,7 +249,7 @@ impl Pager {
         };
         let id = u32::try_from(id).unwrap_or(u32::MAX);
         let planned = reclaim::refresh_budget(core, &mut control, true)
-            .and_then(|()| reclaim::replan(core, &mut control, id, true));
+            .and_then(|_| reclaim::replan(core, &mut control, id, true));
         drop(control);
         // From here on the model's drop takes everything back.
         let model =
@@ -279,12 +283,12 @@ impl Pager {
     /// Sets the bytes left free, device wide. Takes effect at once.
     pub fn set_headroom(&self, bytes: u64) -> Result<(), PagerError> {
         self.core.headroom.store(bytes, Ordering::Relaxed);
-        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true)
+        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true).map(|_| ())
     }
 
     /// Looks at the card's memory now and gives back what is over the budget.
     pub fn refresh(&self) -> Result<(), PagerError> {
-        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true)
+        reclaim::refresh_budget(&self.core, &mut self.core.control.lock(), true).map(|_| ())
     }
 
     /// Hands frames without a page back to the driver; answers the bytes.
@@ -366,7 +370,9 @@ pub(super) fn allocate_on(
             // The pool may have grown into what the pager meant to use.
             let mut control = core.control.lock();
             control.budget_read_at = None;
-            control.frames.note_pool(core.device.pool_figures()?.reserved);
+            let pool = core.device.pool_figures()?;
+            control.frames.note_pool(pool.reserved);
+            control.pool_use.note(core.device.now(), pool.used);
             drop(control);
             Ok(allocation)
         }

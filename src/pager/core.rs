@@ -25,6 +25,7 @@ use super::order::{OrderLearner, PassOrder};
 use super::patches::{DevicePatches, PatchSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
+use super::pool_use::PoolUse;
 use super::streams::StreamTable;
 use super::word::SpanWord;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
@@ -62,9 +63,13 @@ pub(super) struct Control {
     /// The most frames that there may be, from the last look at the device.
     pub(super) budget: u32,
     pub(super) budget_read_at: Option<ModelTime>,
+    /// What the activation pool used at most lately.
+    pub(super) pool_use: PoolUse,
     pub(super) next_priority: u64,
     /// Page loads asked for so far: the ring's measure of age.
     pub(super) page_loads: u64,
+    /// The pages of the copy that is being enqueued, kept for its memory.
+    pub(super) wanted: Vec<u32>,
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
@@ -153,6 +158,8 @@ pub(super) struct ModelState {
     pub(super) priority: u64,
     /// Whether it may take frames from models of lower priority.
     pub(super) promoted: bool,
+    /// Passes that ended since it was activated: what is remembered of an activation for the next.
+    pub(super) passes: u32,
     /// Pages with a frame of their own.
     pub(super) resident: u32,
     /// No page at this place of the keep order or later has a frame of its own.

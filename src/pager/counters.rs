@@ -27,6 +27,10 @@ pub struct ModelCounts {
     pub evicted_pages: u64,
 }
 
+/// A model that is all hits looks at its card's memory once in so many: otherwise it would never notice that
+/// another process needs some.
+const LOOK_EVERY: u64 = 1024;
+
 /// The hits of one model.
 #[derive(Debug)]
 pub(super) struct HitCounts {
@@ -38,12 +42,13 @@ impl HitCounts {
         Self { by_slot: (0..MAX_STREAMS).map(|_| Padded::default()).collect() }
     }
 
+    /// Counts a hit; `true` once in [`LOOK_EVERY`], when it is time to look at the card.
     #[inline]
-    pub(super) fn add(&self, slot: u8) {
+    pub(super) fn add(&self, slot: u8) -> bool {
         // Only the threads that share a stream share a counter; an addition is still needed for those.
-        if let Some(count) = self.by_slot.get(usize::from(slot)) {
-            count.0.fetch_add(1, Ordering::Relaxed);
-        }
+        self.by_slot
+            .get(usize::from(slot))
+            .is_some_and(|count| count.0.fetch_add(1, Ordering::Relaxed) % LOOK_EVERY == LOOK_EVERY - 1)
     }
 
     pub(super) fn sum(&self) -> u64 {

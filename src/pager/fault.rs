@@ -45,7 +45,7 @@ pub(super) fn fault_span(
     let mut control = core.control.lock();
     settle_captured(core, &mut control);
     ensure_attached(model, &mut control, set)?;
-    reclaim::refresh_budget(core, &mut control, false)?;
+    reclaim::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
     note_order(core, &mut control, id, span)?;
     let word = model.word(span);

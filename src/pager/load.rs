@@ -283,16 +283,36 @@ fn copy_pages(
     available: ModelTime,
     page_bytes: u64,
 ) -> Result<Option<Fence>, DeviceError> {
+    // The list keeps its memory from one call to the next: a steady pass allocates nothing for it.
+    let mut wanted = std::mem::take(&mut control.wanted);
+    wanted.clear();
+    let copied = copy_wanted(control, &mut wanted, id, pages, load, source, available, page_bytes);
+    control.wanted = wanted;
+    copied
+}
+
+#[expect(clippy::too_many_arguments, reason = "one step of its only caller")]
+fn copy_wanted(
+    control: &mut Control,
+    wanted: &mut Vec<u32>,
+    id: u32,
+    pages: std::ops::Range<u32>,
+    load: u64,
+    source: Option<(&StagingBuffer, u32)>,
+    available: ModelTime,
+    page_bytes: u64,
+) -> Result<Option<Fence>, DeviceError> {
     let Control { frames, engine, models, scratch, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
-    let wanted = |page: u32| {
+    let waits = |page: u32| {
         let frame = model.pages[page as usize].frame;
         frame != NONE && {
             let info = frames.info(frame);
             info.content == (PageKey { model: id, page }) && info.loading == load && !info.fresh
         }
     };
-    let wanted: Vec<u32> = pages.filter(|&page| wanted(page)).collect();
+    wanted.extend(pages.filter(|&page| waits(page)));
+    let wanted = &*wanted;
     if wanted.is_empty() {
         return Ok(None);
     }
@@ -302,7 +322,7 @@ fn copy_pages(
     let mut copied = 0;
     let enqueue = || -> Result<u64, DeviceError> {
         let mut last: Option<&Fence> = None;
-        for &page in &wanted {
+        for &page in wanted {
             let info = frames.info(model.pages[page as usize].frame);
             for fence in info.uses.iter().map(|(_, fence)| fence).chain(&info.arrive) {
                 if last.is_none_or(|last| !last.is_same(fence)) {
@@ -330,7 +350,7 @@ fn copy_pages(
     let enqueued = enqueue();
     // Also after an error: what was enqueued still reads the buffer and writes the frames.
     let fence = batch.finish()?;
-    for &page in &wanted {
+    for &page in wanted {
         let info = frames.info_mut(model.pages[page as usize].frame);
         if enqueued.is_ok() {
             info.uses.clear();

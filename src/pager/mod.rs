@@ -14,6 +14,7 @@
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
+//! | `pool_use` | what the activation pool needed lately |
 //! | `plan`, `order`, `ring` | decisions: pure functions |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
@@ -39,6 +40,7 @@ mod patched;
 mod patches;
 mod plain;
 mod plan;
+mod pool_use;
 mod prefetch;
 mod reclaim;
 mod ring;

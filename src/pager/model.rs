@@ -224,8 +224,8 @@ impl PagedModel {
 
     /// Makes this the most important model of its card: the last one that gives memory up.
     ///
-    /// `passes` is how many passes will follow, if known: with more than one it takes memory from less
-    /// important models at once, otherwise only after it has streamed through once.
+    /// `passes` is how many passes will follow; `None` goes by the last activation. With more than one it
+    /// takes memory from less important models at once, otherwise only after it has streamed through once.
     pub fn activate(&self, passes: Option<u32>) -> Result<(), PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
@@ -235,12 +235,14 @@ impl PagedModel {
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let already = highest == Some(model.priority);
         if !already {
-            model.promoted = false;
-        }
-        model.priority = priority;
-        if passes.is_some_and(|passes| passes > 1) {
+            // What the last activation showed, unless the caller knows better.
+            model.promoted = passes.map_or(model.passes > 0, |passes| passes > 1);
+            model.passes = 0;
+            model.learner.restart();
+        } else if passes.is_some_and(|passes| passes > 1) {
             model.promoted = true;
         }
+        model.priority = priority;
         reclaim::refresh_budget(core, &mut control, true)?;
         reclaim::replan(core, &mut control, self.id, false)
     }
@@ -418,7 +420,7 @@ impl PagedModel {
             return Ok(Pinned { unit, spans, streamed });
         }
         if self.pin_all_if_resident(&spans, set) {
-            self.hits.add(stream.slot());
+            self.count_hit(stream);
             return Ok(Pinned { unit, spans, streamed: Streamed::None });
         }
         self.fault_whole(unit)?;
@@ -436,6 +438,24 @@ impl PagedModel {
         let streamed =
             if streamed.iter().any(|slow| *slow) { Streamed::Some(streamed) } else { Streamed::None };
         Ok(Pinned { unit, spans, streamed })
+    }
+
+    #[inline]
+    fn count_hit(&self, stream: &PagerStream) {
+        if self.hits.add(stream.slot()) {
+            self.look_at_the_card();
+        }
+    }
+
+    /// Follows the card's free memory, if nobody else is about to: hits never wait for the lock.
+    #[cold]
+    fn look_at_the_card(&self) {
+        let core = self.core();
+        if let Some(mut control) = core.control.try_lock()
+            && let Err(PagerError::Device(error)) = reclaim::follow_budget(core, &mut control, self.id)
+        {
+            core.device.defer(error);
+        }
     }
 
     /// The hit of a unit of several spans: all or none.
@@ -461,7 +481,7 @@ impl PagedModel {
         patience: Patience,
     ) -> Result<bool, PagerError> {
         if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
-            self.hits.add(stream.slot());
+            self.count_hit(stream);
             return Ok(false);
         }
         fault::fault_span(self, span, stream, set, patience)

@@ -172,6 +172,14 @@ impl OrderLearner {
         }
     }
 
+    /// A pass begins here, whatever came before: the model was activated.
+    pub(crate) fn restart(&mut self) {
+        if !self.recorded.is_empty() {
+            self.pass = self.pass.wrapping_add(1).max(2);
+            self.recorded.clear();
+        }
+    }
+
     /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in
     /// order among itself.
     pub(crate) fn note(&mut self, span: u32, known: &PassOrder) -> Learned {

@@ -42,14 +42,19 @@ pub(super) enum TakeFrom {
 }
 
 /// Looks at the device's memory, if the last look is old or `force` says so, and gives back what is over
-/// the budget.
-pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<(), PagerError> {
+/// the budget, and what the activation pool has not used for a while. Answers whether it looked.
+pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<bool, PagerError> {
     if control.plain.is_some() {
-        return plain::refresh_budget(core, control, force);
+        return plain::refresh_budget(core, control, force).map(|()| false);
     }
     let now = core.device.now();
     if !force && control.budget_read_at.is_some_and(|read| now.since(read) < BUDGET_AGE) {
-        return Ok(());
+        return Ok(false);
+    }
+    let pool = core.device.pool_figures()?;
+    let needed = control.pool_use.note(now, pool.used);
+    if pool.reserved > needed + core.page_bytes {
+        core.device.pool_trim(needed)?;
     }
     let figures = core.device.memory()?;
     control.budget_read_at = Some(now);
@@ -60,6 +65,21 @@ pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) ->
     let over = control.frames.count().saturating_sub(control.budget);
     if over > 0 {
         give_back(core, control, over)?;
+    }
+    Ok(true)
+}
+
+/// Looks at the device's memory now and then, and follows what it says: gives back what is over the budget,
+/// and plans for more as soon as there is clearly more.
+pub(super) fn follow_budget(core: &Core, control: &mut Control, id: u32) -> Result<(), PagerError> {
+    if !refresh_budget(core, control, false)? || control.plain.is_some() {
+        return Ok(());
+    }
+    let frames = frames_for(control, id);
+    let Some(model) = control.model(id) else { return Ok(()) };
+    let planned = model.planned_frames;
+    if frames < planned || frames - planned > planned / 128 {
+        replan(core, control, id, false)?;
     }
     Ok(())
 }
@@ -132,7 +152,9 @@ fn create(core: &Core, control: &mut Control, role: Role) -> Result<Option<u32>,
     for _ in 0..2 {
         match control.frames.create(role) {
             Ok(frame) => return Ok(Some(frame)),
-            Err(error) if error.is_out_of_memory() => refresh_budget(core, control, true)?,
+            Err(error) if error.is_out_of_memory() => {
+                refresh_budget(core, control, true)?;
+            }
             Err(error) => return Err(error.into()),
         }
         if control.frames.count() >= control.budget {
@@ -414,6 +436,7 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
     refresh_budget(core, control, true)?;
     if let Some(model) = control.model_mut(id) {
         model.promoted = true;
+        model.passes = model.passes.saturating_add(1);
     }
     // A ring that grew around guards, and then went a pass without growing, goes back to its planned size;
     // the pages that gave up their frames for it come back.

@@ -29,7 +29,7 @@ pub struct ModelCounts {
 
 /// A model that is all hits looks at its card's memory once in so many: otherwise it would never notice that
 /// another process needs some.
-const LOOK_EVERY: u64 = 1024;
+const LOOK_EVERY: u64 = 64;
 
 /// The hits of one model.
 #[derive(Debug)]

@@ -229,6 +229,7 @@ impl Pager {
             cursor: 0,
             priority: control.next_priority,
             promoted: false,
+            together: 1,
             passes: 0,
             resident: 0,
             resident_end: 0,

@@ -48,6 +48,8 @@ pub(super) fn fault_span(
     reclaim::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
     note_order(core, &mut control, id, span)?;
+    let together = control.under_way + 1;
+    reclaim::note_together(core, &mut control, id, together)?;
     let word = model.word(span);
     word.pin();
     let was_ready = word.view().state() == SpanState::Ready;

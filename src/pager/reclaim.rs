@@ -265,6 +265,11 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
         choose_anew(core, model, frames_planned);
     }
     let mut new = plan(&model.order, &model.groups, frames_planned, model.choice.ring);
+    // Each of several faults at once needs its part, and one more part arrives meanwhile.
+    let for_all = new.largest_part.saturating_mul(model.together + 1).min(frames_planned);
+    if core.options.ring == RingSize::Modelled && model.together > 1 && for_all > new.ring {
+        new = plan(&model.order, &model.groups, frames_planned, RingSize::Pages(for_all));
+    }
     if !fits_beside {
         new.resident = new.resident.min(frames.saturating_sub(others_ring));
     }
@@ -428,6 +433,21 @@ fn empty_ring_frame(control: &mut Control, frame: u32) -> Result<bool, PagerErro
     }
     control.frames.info_mut(frame).wait_quiet()?;
     Ok(true)
+}
+
+/// Notes that `together` faults and guards are under way at once; the ring is made for as many.
+pub(super) fn note_together(
+    core: &Core,
+    control: &mut Control,
+    id: u32,
+    together: u32,
+) -> Result<(), PagerError> {
+    // Beyond this many they are taken to wait for each other.
+    const MOST: u32 = 8;
+    let together = together.min(MOST);
+    let Some(model) = control.model_mut(id).filter(|model| together > model.together) else { return Ok(()) };
+    model.together = together;
+    if control.plain.is_some() { Ok(()) } else { replan(core, control, id, true) }
 }
 
 /// A pass of a model ended: it may grow, and it has shown that it runs more than one pass.

@@ -230,6 +230,7 @@ impl Pager {
             priority: control.next_priority,
             promoted: false,
             together: 1,
+            together_now: 1,
             passes: 0,
             resident: 0,
             resident_end: 0,

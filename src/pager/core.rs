@@ -160,6 +160,8 @@ pub(super) struct ModelState {
     pub(super) promoted: bool,
     /// The most faults and guards of streamed spans that were under way at once: the ring is made for them.
     pub(super) together: u32,
+    /// The same since the pass began.
+    pub(super) together_now: u32,
     /// Passes that ended since it was activated: what is remembered of an activation for the next.
     pub(super) passes: u32,
     /// Pages with a frame of their own.

@@ -445,7 +445,11 @@ pub(super) fn note_together(
     // Beyond this many they are taken to wait for each other.
     const MOST: u32 = 8;
     let together = together.min(MOST);
-    let Some(model) = control.model_mut(id).filter(|model| together > model.together) else { return Ok(()) };
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
+    model.together_now = model.together_now.max(together);
+    if together <= model.together {
+        return Ok(());
+    }
     model.together = together;
     if control.plain.is_some() { Ok(()) } else { replan(core, control, id, true) }
 }
@@ -454,7 +458,14 @@ pub(super) fn note_together(
 pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<(), PagerError> {
     plain::pass_ended(control);
     refresh_budget(core, control, true)?;
+    let mut alone_again = false;
     if let Some(model) = control.model_mut(id) {
+        // A pass of one fault after the other needs no ring for several.
+        alone_again = model.together > 1 && model.together_now <= 1;
+        if alone_again {
+            model.together = 1;
+        }
+        model.together_now = 1;
         model.promoted = true;
         model.passes = model.passes.saturating_add(1);
     }
@@ -464,7 +475,7 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
     if !std::mem::take(&mut control.ring_grew) && control.frames.ring.len() > planned as usize {
         shrink_ring(control, planned)?;
     }
-    replan(core, control, id, false)
+    replan(core, control, id, alone_again)
 }
 
 /// Makes `bytes` free on the device for somebody else: idle frames first, then pages.

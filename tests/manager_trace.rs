@@ -6,7 +6,6 @@
 #![cfg(feature = "cli")]
 #![allow(clippy::unwrap_used, reason = "a test that panics is a test that fails")]
 
-#[allow(dead_code, reason = "this test uses a part of it")]
 mod manager_support;
 
 use std::sync::Arc;

@@ -319,7 +319,6 @@ fn copy_wanted(
     let Some(range) = &model.range else { return Ok(None) };
     let base = range.range().start;
     let batch = engine.begin();
-    let mut copied = 0;
     let enqueue = || -> Result<u64, DeviceError> {
         let mut last: Option<&Fence> = None;
         for &page in wanted {
@@ -360,13 +359,12 @@ fn copy_wanted(
         info.arrive = Some(fence.clone());
     }
     match enqueued {
-        Ok(bytes) => copied += bytes,
+        Ok(bytes) => model.counts.copied_bytes += bytes,
         Err(error) => {
             fence.wait()?;
             return Err(error);
         }
     }
-    model.counts.copied_bytes += copied;
     Ok(Some(fence))
 }
 

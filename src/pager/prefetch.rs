@@ -50,7 +50,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
             }
             continue;
         }
-        if !claim_ahead(core, control, id, page) {
+        if !claim_ahead(control, id, page) {
             break;
         }
         if let Some(model) = control.model_mut(id) {
@@ -79,7 +79,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
 }
 
 /// Takes the frame of a page's slot for it, if the pass is through with what lies there.
-fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
+fn claim_ahead(control: &mut Control, id: u32, page: u32) -> bool {
     let Some(model) = control.model(id) else { return false };
     let entry = model.pages[page as usize];
     let Some(&frame) = control.frames.ring.get(entry.slot as usize) else { return false };
@@ -102,7 +102,6 @@ fn claim_ahead(core: &Core, control: &mut Control, id: u32, page: u32) -> bool {
         claim::drop_mappings(control, id, &mapped);
         return false;
     }
-    let _ = core;
     claim::occupy(control, id, page);
     true
 }

@@ -565,6 +565,9 @@ impl fmt::Debug for HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
+        if let Err(error) = self.device.host_write(self.start, self.bytes) {
+            self.device.defer(error);
+        }
         // SAFETY: the owner of the block waits for the copies that use it before it drops the block.
         if let Err(error) = unsafe { self.page_unlock() } {
             self.device.defer(error);

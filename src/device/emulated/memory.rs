@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::backing::{self, Backing, MappingBudget, Slots};
 use super::pool::Pool;
 use super::usage::{HostBlock, Refusal};
+use super::watch::History;
 use crate::device::{DeviceError, FrameId, MemoryFigures};
 use crate::units::{DeviceAddress, DeviceRange, format_size};
 
@@ -82,6 +83,8 @@ pub(super) struct Memory {
     pub(super) pool: Pool,
     /// The frame behind each chunk of the pool.
     pub(super) chunk_frames: HashMap<DeviceAddress, FrameId>,
+    /// What touched which bytes, where that is watched.
+    pub(super) history: Option<History>,
 }
 
 impl Memory {
@@ -109,6 +112,7 @@ impl Memory {
             page_locked_bytes: 0,
             pool: Pool::default(),
             chunk_frames: HashMap::new(),
+            history: None,
         }
     }
 
@@ -292,6 +296,9 @@ impl Memory {
         }
         self.used_bytes -= u64::from(frame.pages) * self.page_bytes;
         self.live_frames -= 1;
+        if let Some(history) = &mut self.history {
+            history.forget_frame(place, frame.pages);
+        }
         // A place whose generations are used up is not used again, so that no id ever is.
         if frame.generation < u32::MAX {
             self.vacant.push(place);

@@ -15,7 +15,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
-use crate::units::{DeviceAddress, DeviceRange};
+use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
@@ -358,8 +358,11 @@ impl AddressRange {
                 why: format!("{pages} pages of {page_bytes} bytes are no range"),
             });
         };
+        let mapped = try_filled("an address range", pages.div_ceil(64), 0).map_err(|error| {
+            DeviceError::Host { call: "reserve", bytes: error.bytes, why: error.to_string() }
+        })?;
         let range = device.reserve(bytes)?;
-        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped: vec![0; pages.div_ceil(64)] })
+        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped })
     }
 
     /// The whole range.
@@ -497,6 +500,7 @@ impl HostBlock {
             .checked_next_multiple_of(host_page_bytes())
             .and_then(|length| usize::try_from(length).ok())
             .ok_or_else(|| refuse("more than an address space".to_owned()))?;
+        ask_host("a block", bytes).map_err(|error| refuse(error.to_string()))?;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe {
             libc::mmap(

@@ -20,6 +20,7 @@ use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
+use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
 use super::patches::{DevicePatches, PatchSet};
@@ -55,6 +56,8 @@ pub(super) struct Core {
 /// What the control lock protects.
 #[derive(Debug)]
 pub(super) struct Control {
+    /// The mistake that a unit test built in.
+    pub(super) mutated: Mutated,
     pub(super) frames: Frames,
     pub(super) engine: CopyEngine,
     pub(super) streams: StreamTable,
@@ -227,7 +230,7 @@ impl Control {
         let mut used = 0;
         for span in spans.clone() {
             let word = &model.words[span as usize].0;
-            if !word.try_leave() {
+            if !word.try_leave() && !self.mutated.by(Mutation::TakePinned) {
                 put_back(spans.start..span);
                 return None;
             }

@@ -18,7 +18,7 @@ use super::pool::Pool;
 use super::usage::{HostBlock, Refusal};
 use super::watch::History;
 use crate::device::{DeviceError, FrameId, MemoryFigures};
-use crate::units::{DeviceAddress, DeviceRange, format_size};
+use crate::units::{DeviceAddress, DeviceRange, format_size, try_table};
 
 /// No frame.
 pub(super) const UNMAPPED: u32 = u32::MAX;
@@ -167,9 +167,9 @@ impl Memory {
         let count = usize::try_from(count).map_err(|_| refuse("more than an address space"))?;
         self.budget.change(call, bytes, 1)?;
         // The addresses first: a length that no address space has is refused before it costs memory.
-        let mut pages = Vec::new();
+        let mut pages: Vec<Page> = Vec::new();
         let reserved = backing::reserve(bytes, self.page_bytes).and_then(|start| {
-            pages.try_reserve_exact(count).map_err(|error| {
+            pages = try_table("a range's pages", count).map_err(|error| {
                 backing::release(DeviceRange::new(start, bytes));
                 refuse(&error.to_string())
             })?;

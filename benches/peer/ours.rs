@@ -13,7 +13,7 @@ use crate::common::Outcome;
 use crate::common::card::{Setup, pass};
 use crate::common::models::{ModelFile, synthetic, uniform};
 use crate::common::null::NullDevice;
-use crate::work::{Kind, RECOVERY, SWITCH_UNITS, Work, recovery};
+use crate::work::{Kind, RECOVERY, SWITCH_UNITS, Work};
 
 const GIB: f64 = 1_073_741_824.0;
 
@@ -84,7 +84,7 @@ pub(crate) fn run(work: &Work) -> Outcome<f64> {
                 Ok(pass(&setup.model, &setup.stream, &[])?.copied_bytes)
             };
             let passes = RECOVERY.iter().map(|&taken| step(taken)).collect::<Outcome<Vec<u64>>>()?;
-            recovery(&passes)
+            passes.last().copied().unwrap_or(0) as f64 / GIB
         }
     };
     if standin.misuses() > 0 {

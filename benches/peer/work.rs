@@ -17,7 +17,8 @@ pub(crate) enum Kind {
     OneUnit { bytes: u64 },
     /// GiB a switch between two models of so many bytes, from the third on.
     Switch { bytes: u64 },
-    /// GiB that a pass copies more than before another process held 1 GiB: the second after it was given back.
+    /// GiB that a pass copies, the second after another process gave 1 GiB back that it had from the start. (The
+    /// peer does not give way to one that comes later, so that there is nothing to recover from.)
     Recovery { bytes: u64 },
     /// Device-wide stops (`cuCtxSynchronize`) a switch between two models of 3 GiB.
     Stops,
@@ -43,14 +44,7 @@ impl Work {
 pub(crate) const SWITCH_UNITS: usize = 32;
 
 /// Bytes that another process holds in each pass of the recovery.
-pub(crate) const RECOVERY: [u64; 8] = [0, 0, 0, 0, GIB, GIB, 0, 0];
-
-/// What the last pass copies more than the last one before the other process came, in GiB.
-#[expect(clippy::cast_precision_loss, reason = "shown with three places")]
-pub(crate) fn recovery(passes: &[u64]) -> f64 {
-    let before = passes.get(3).copied().unwrap_or(0);
-    passes.last().copied().unwrap_or(0).saturating_sub(before) as f64 / GIB as f64
-}
+pub(crate) const RECOVERY: [u64; 4] = [GIB, GIB, 0, 0];
 
 pub(crate) const WORK: &[Work] = &[
     Work {
@@ -109,10 +103,10 @@ pub(crate) const WORK: &[Work] = &[
         limit: 1.0,
     },
     Work {
-        name: "more a pass after another process gave 1 GiB back",
+        name: "a pass after another process gave 1 GiB back",
         kind: Kind::Recovery { bytes: 6 * GIB },
         card: 4 * GIB,
-        limit: 0.0,
+        limit: 1.0,
     },
     Work { name: "device-wide stops a switch", kind: Kind::Stops, card: 4 * GIB, limit: 0.0 },
 ];

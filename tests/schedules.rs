@@ -55,8 +55,8 @@ struct World {
 }
 
 fn patches(model: &PagedModel) -> Arc<PatchSet> {
-    let all = [0_usize, 2, 5].map(|unit| {
-        let tensor = model.index().units()[unit].tensors[0];
+    let all = [0, 2, 5].map(|unit| {
+        let tensor = model.index().tensor(&format!("blocks.{unit:03}.weight")).unwrap();
         let shape = &model.index().tensor_info(tensor).shape;
         let factor = |rows: u64, columns: u64| Factor {
             dtype: FloatType::F32,

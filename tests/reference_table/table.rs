@@ -19,7 +19,7 @@ pub struct UnitRow {
     pub pieces: u32,
     /// Its device address, for the model's whole life.
     pub address: u64,
-    /// Its tensors' bytes, one list a version: without patches, and with each set.
+    /// Its weight and bias, a pair for each version: without patches, and with each set.
     pub versions: Vec<Vec<Vec<u8>>>,
 }
 

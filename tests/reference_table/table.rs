@@ -91,13 +91,11 @@ impl Table {
         self.guards.iter().map(|guard| self.models[guard.model].units[guard.unit].name.as_str()).collect()
     }
 
-    /// A fault asks for a model's bytes with its set; `done` unless the factors found no room.
-    pub fn ask(&mut self, model: usize, done: bool) {
+    /// Another set may have been attached: at the first fault with it that is no hit.
+    pub fn note_attached(&mut self, model: usize, attached: usize) {
         let row = &mut self.models[model];
-        row.changes += u64::from(row.attached != row.set);
-        if done {
-            row.attached = row.set;
-        }
+        row.changes += u64::from(row.attached != attached);
+        row.attached = attached;
     }
 
     /// Whether a guard holds a page of the unit since before another set was asked for. Such a page may be
@@ -113,13 +111,15 @@ impl Table {
     }
 
     /// What must come of a fault of a unit, when activations hold `pool` bytes.
-    pub fn expect_fault(&self, model: usize, unit: usize, pool: u64) -> Expected {
+    ///
+    /// Of those, `used` bytes are in use; the rest may be had back.
+    pub fn expect_fault(&self, model: usize, unit: usize, pool: u64, used: u64) -> Expected {
         let row = &self.models[model];
         let needed: BTreeSet<PageOf> = row.units[unit].pages.clone().map(|page| (model, page)).collect();
         let held = self.held();
         let budget = self.budget(pool);
         let factors = if row.attached == row.set { 0 } else { row.factor_pages[row.set] };
-        if needed.len() as u64 > budget && !needed.is_subset(&held) {
+        if needed.len() as u64 > self.budget(used) && !needed.is_subset(&held) {
             return Expected::NeverFits;
         }
         let all = needed.union(&held).count() as u64 + factors;

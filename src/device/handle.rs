@@ -453,6 +453,7 @@ impl fmt::Debug for AddressRange {
 impl Drop for AddressRange {
     fn drop(&mut self) {
         let words = std::mem::take(&mut self.mapped);
+        let mut stays_mapped = false;
         for (index, mut word) in words.into_iter().enumerate() {
             while word != 0 {
                 let page = index as u64 * 64 + u64::from(word.trailing_zeros());
@@ -464,8 +465,13 @@ impl Drop for AddressRange {
                 // An unmap that failed did nothing, and this is the last chance: one more try.
                 if let Err(error) = unmap().or_else(|_| unmap()) {
                     self.device.defer(error);
+                    stays_mapped = true;
                 }
             }
+        }
+        if stays_mapped {
+            // Freeing addresses under a mapping would be misuse.
+            return;
         }
         // SAFETY: the range is ours alone, every mapping was removed above, and it goes away.
         if let Err(error) = unsafe { self.device.free(self.range) } {

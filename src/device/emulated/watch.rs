@@ -7,8 +7,7 @@
 //! told that all notes on it are done. So a missing wait is found whenever the code runs, not only when a
 //! thread happens to be slow.
 //!
-//! It under-reports in one place: what any thread of the host was told counts as known to all of them.
-//! Activation pool memory is not watched. With [`History::keep_sites`] each note keeps the calls that led to
+//! It under-reports in one place: what any thread of the host was told counts as known to all of them. With [`History::keep_sites`] each note keeps the calls that led to
 //! it, so that both sides can be named.
 //!
 //! Pure books behind the device's memory lock. May import `units` and the errors.

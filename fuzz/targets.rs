@@ -5,6 +5,8 @@
 //! parses it hands to `measured`, so that a driver can count what the parser alone allocates; the checks
 //! afterwards are not counted. A broken promise is a panic.
 
+#![allow(unreachable_pub, reason = "each program that includes this file is a crate of its own")]
+
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Component, Path};

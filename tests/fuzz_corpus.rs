@@ -331,7 +331,7 @@ fn mend(bytes: &mut Vec<u8>) {
         return;
     }
     // The header ends at its last brace; what follows is data.
-    let Some(end) = bytes.iter().rposition(|&byte| byte == b'}') else { return };
+    let Some(end) = bytes.iter().rposition(|&byte| byte == b'}').filter(|&end| end > 8) else { return };
     let json = end + 1;
     bytes[..8].copy_from_slice(&((json - 8) as u64).to_le_bytes());
     let text = String::from_utf8_lossy(&bytes[8..json]).into_owned();

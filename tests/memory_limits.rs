@@ -252,7 +252,7 @@ fn large_allocations_that_are_refused_are_typed_errors_or_done_without() {
         set_limit(libc::RLIMIT_AS, unlimited);
         assert!(matches!(error, PagerError::Staging(_)), "{error:?}");
         let text = error.to_string();
-        assert!(text.contains("32 MiB") && text.contains("512 MiB"), "asked and limit: {text}");
+        assert!(text.contains("32.0 MiB") && text.contains("512.0 MiB"), "asked and limit: {text}");
         checked_pass(&model, &stream, &verifier).unwrap();
         let held = pager.figures().staging.held_bytes;
         assert_eq!(held, 32 * MIB);

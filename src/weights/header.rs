@@ -24,6 +24,9 @@ use super::error::HeaderError;
 /// The longest header that any reader accepts, in bytes (the reference implementation's limit).
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// How many of a file's first bytes are looked at before its header is read.
+pub(crate) const FIRST_BYTES: usize = 64;
+
 /// The bytes before the header: its length, little-endian.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
@@ -61,6 +64,8 @@ pub struct HeaderTensor {
 /// [`HeaderError::TooShort`], [`HeaderError::TooLarge`], [`HeaderError::OutsideFile`],
 /// [`HeaderError::Empty`]; and what is wrong with the header's own first byte, if it is among `first`.
 pub fn header_length(first: &[u8], file_bytes: u64) -> Result<u64, HeaderError> {
+    // What is told from the first bytes does not depend on how many the caller has.
+    let first = &first[..first.len().min(FIRST_BYTES)];
     let Some(length) = first.first_chunk::<8>().filter(|_| file_bytes >= LENGTH_BYTES) else {
         return Err(HeaderError::TooShort { length: file_bytes.min(first.len() as u64) });
     };

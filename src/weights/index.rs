@@ -15,7 +15,7 @@ use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor}
 use super::dtype::Dtype;
 use super::error::{HeaderError, WeightsError};
 use super::file::WeightFile;
-use super::header::{LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
+use super::header::{FIRST_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
 use super::unit::{shortest_ancestors, unit_name};
 
 /// A tensor's place in [`TensorIndex::tensors`].
@@ -256,7 +256,7 @@ pub(crate) fn zeroed(file: &WeightFile, length: u64, tensor: &str) -> Result<Vec
 
 /// The first bytes of a file: enough for the header's length and for telling what else it may be.
 fn first_bytes(file: &WeightFile) -> Result<Vec<u8>, WeightsError> {
-    let mut first = vec![0; usize::try_from(file.len().min(64)).unwrap_or(64)];
+    let mut first = vec![0; usize::try_from(file.len()).unwrap_or(usize::MAX).min(FIRST_BYTES)];
     file.read_exact_at(0, &mut first, "the header")?;
     Ok(first)
 }

@@ -218,8 +218,9 @@ fn long_scenario() -> String {
     let given = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/scenarios");
     let first = fs::read_dir(given).unwrap().map(|entry| entry.unwrap().path()).min().unwrap();
     let mut scenario: serde_json::Value = serde_json::from_str(&fs::read_to_string(first).unwrap()).unwrap();
-    let calls = scenario["calls"].as_array().unwrap().clone();
-    scenario["calls"] = (0..2000).flat_map(|_| calls.clone()).collect::<Vec<_>>().into();
+    let calls = scenario["ops"].as_array().unwrap().clone();
+    scenario["ops"] = (0..5000).flat_map(|_| calls.clone()).collect::<Vec<_>>().into();
+    scenario["expected"] = serde_json::Value::Null;
     scenario.to_string()
 }
 

@@ -110,19 +110,15 @@ fn page_locking_that_is_refused_at_any_point_costs_time_alone_and_is_said_once()
                 let (said, figures) = passes(&device, limit, 1);
                 let met = calls.load(Ordering::Relaxed) >= refused_from;
                 assert_eq!(said, usize::from(met), "{what}");
-                assert!(
-                    refused_from > 4 || met,
-                    "{what}: the arena grew {} times",
-                    calls.load(Ordering::Relaxed)
-                );
+                let made = calls.load(Ordering::Relaxed);
+                assert!(refused_from > 2 || met, "{what}: only {made} blocks were locked");
                 assert!(
                     figures.page_locked_bytes <= figures.held_bytes && figures.held_bytes <= limit,
                     "{what}"
                 );
                 if met {
-                    // The refusal lowers the limit to what is held, so it is not asked for again and again.
-                    assert_eq!(calls.load(Ordering::Relaxed), refused_from, "{what}");
-                    assert_eq!(figures.limit_bytes, figures.held_bytes, "{what}: {figures:?}");
+                    // It is not asked for again and again: at most one more was under way.
+                    assert!(made <= refused_from + 1, "{what}: asked {made} times");
                     assert!(figures.page_locked_bytes < figures.held_bytes, "{what}: {figures:?}");
                 }
             }
@@ -141,10 +137,10 @@ fn in_a_child(test: &str) {
         .env("MALLOC_ARENA_MAX", "1")
         .output()
         .unwrap();
-    let text =
+    let said =
         format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{test} in a child: {}\n{text}", output.status);
-    assert!(text.contains("the child did its work"), "{test} in a child did nothing:\n{text}");
+    assert!(output.status.success(), "{test} in a child: {}\n{said}", output.status);
+    assert!(said.contains("the child did its work"), "{test} in a child did nothing:\n{said}");
 }
 
 fn is_child(test: &str) -> bool {
@@ -204,17 +200,21 @@ fn the_limit_of_locked_memory_costs_time_alone_and_is_said_once() {
     }
     let _watchdog = Watchdog::new(100, "the limit of locked memory");
     drop_the_right_to_lock();
-    // No block; one of four; two of four; all of them.
-    for (allowed, locked_blocks) in
-        [(64 * KIB, 0), (MIB + 512 * KIB, 1), (2 * MIB + 512 * KIB, 2), (8 * MIB, 4)]
-    {
+    // Nothing; a part; all of it.
+    for allowed in [64 * KIB, MIB + 512 * KIB, 2 * MIB + 512 * KIB, 8 * MIB] {
         set_limit(libc::RLIMIT_MEMLOCK, allowed);
         let inner = small_card(1408 * KIB);
         {
             let device: SharedDevice = Wrapped::locking(&inner);
             let (said, figures) = passes(&device, 4 * MIB, 2);
-            assert_eq!(said, usize::from(locked_blocks < 4), "{allowed}: {figures:?}");
-            assert_eq!(figures.page_locked_bytes, locked_blocks * MIB, "{allowed}: {figures:?}");
+            assert!(
+                figures.page_locked_bytes <= allowed && figures.held_bytes > 64 * KIB,
+                "{allowed}: {figures:?}"
+            );
+            let refused = figures.page_locked_bytes < figures.held_bytes;
+            assert_eq!(said, usize::from(refused), "{allowed}: {figures:?}");
+            assert!(allowed > 64 * KIB || refused, "nothing was refused: {figures:?}");
+            assert!(allowed < 8 * MIB || !refused, "nothing had to be refused: {figures:?}");
         }
         assert_eq!(locked_bytes(), 0, "{allowed}: something stayed locked");
         assert_nothing_left(&inner);

@@ -2,7 +2,7 @@
 //! reads panic, a device call that panics under the pager's lock. Whoever waits is told, the pager goes on
 //! with the right bytes, and nothing is left on the card.
 //!
-//! The locks do not poison (parking_lot's), so these tests hold that what they guard is mended. Numbers
+//! The locks do not poison (those of `parking_lot`), so these tests hold that what they guard is mended. Numbers
 //! come from seeds that a failure names.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
@@ -91,7 +91,7 @@ fn a_runner_that_panics_with_guards_held_harms_nobody() {
                             let steps = 1 + (seed * 7 + round * 3 + number) % 11;
                             let seed = seed * 64 + number * 8 + round;
                             let panic = catch_unwind(AssertUnwindSafe(|| {
-                                panicking_runner(model, stream, seed, steps)
+                                panicking_runner(model, stream, seed, steps);
                             }));
                             let panic = panic.expect_err("it panics");
                             let text = panic.downcast_ref::<String>().map(String::as_str);

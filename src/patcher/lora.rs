@@ -49,6 +49,9 @@ pub const PREFIXES: [&str; 8] = [
 const FLAT_PREFIXES: [&str; 6] =
     ["lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_", "lycoris_"];
 
+/// What host memory for a tensor of a LoRA is asked for as.
+const FACTOR: &str = "a LoRA's factor";
+
 /// Endings of tensors that change what the factors mean: a file with one is not applied by halves.
 const NOT_KNOWN: [&str; 6] = [
     ".lora_mid.weight",
@@ -368,7 +371,7 @@ impl LoraFile {
     fn read(&self, id: TensorId) -> Result<Vec<u8>, LoraError> {
         let info = self.index.tensor_info(id);
         // The file has these bytes: its header was checked against its length.
-        Ok(read_part(&self.index.files()[info.file as usize], info.offset, info.bytes, &info.name)?)
+        Ok(read_part(&self.index.files()[info.file as usize], info.offset, info.bytes, FACTOR, &info.name)?)
     }
 
     /// A factor as a matrix of type `to`.
@@ -387,7 +390,7 @@ impl LoraFile {
         if from != dtype {
             let elements = bytes.len() as u64 / from.bytes();
             let file = &self.index.files()[info.file as usize];
-            let mut cast = zeroed(file, elements.saturating_mul(dtype.bytes()), &info.name)?;
+            let mut cast = zeroed(file, FACTOR, elements.saturating_mul(dtype.bytes()))?;
             cast_bytes(info.dtype, &bytes, to, &mut cast).map_err(|_| refuse())?;
             bytes = cast;
         }

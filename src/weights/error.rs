@@ -10,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::header::MAX_HEADER_BYTES;
+use crate::units::NoHostMemory;
 
 /// An [`io::Error`] that can be cloned and compared.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -153,19 +154,6 @@ pub enum WeightsError {
         /// The file's length.
         length: u64,
     },
-    /// The host has no memory for a part of the file.
-    #[error(
-        "{}: the host has no memory for the {bytes} bytes of `{tensor}`",
-        path(file), tensor = shown(tensor)
-    )]
-    NoMemory {
-        /// The file.
-        file: PathBuf,
-        /// The tensor, or the header.
-        tensor: String,
-        /// How many bytes were asked for.
-        bytes: u64,
-    },
     /// The file cannot be mapped, as on some network file systems.
     #[error("{} cannot be mapped into memory: {why}; read it instead", path(file))]
     Map {
@@ -239,6 +227,14 @@ pub enum WeightsError {
         first: PathBuf,
         /// The other.
         second: PathBuf,
+    },
+    /// The host has no memory to read into.
+    #[error("{}: {source}", path(file))]
+    NoMemory {
+        /// The file.
+        file: PathBuf,
+        /// What was asked for.
+        source: NoHostMemory,
     },
     /// A layout was asked for that cannot be made.
     #[error("cannot lay the model out in pages: {why}")]

@@ -17,6 +17,7 @@ use super::error::{HeaderError, WeightsError};
 use super::file::WeightFile;
 use super::header::{FIRST_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
 use super::unit::{shortest_ancestors, unit_name};
+use crate::units::try_filled;
 
 /// A tensor's place in [`TensorIndex::tensors`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -224,11 +225,11 @@ fn read_header(file: &WeightFile) -> Result<super::header::Header, WeightsError>
     let first = first_bytes(file)?;
     let length = header_length(&first, file.len()).map_err(refuse)?;
     // At most MAX_HEADER_BYTES, and inside the file: may be allocated.
-    let json = read_part(file, LENGTH_BYTES, length, SUBJECT)?;
+    let json = read_part(file, LENGTH_BYTES, length, SUBJECT, SUBJECT)?;
     parse_header(&json, file.len()).map_err(refuse)
 }
 
-/// A part of a file that its caller has found to lie in it, in memory.
+/// A part of a file that its caller has found to lie in it, in memory that is asked for as `what`.
 ///
 /// # Errors
 /// [`WeightsError::NoMemory`] where there is none for it, and those of [`WeightFile::read_exact_at`].
@@ -236,22 +237,18 @@ pub(crate) fn read_part(
     file: &WeightFile,
     offset: u64,
     length: u64,
+    what: &'static str,
     tensor: &str,
 ) -> Result<Vec<u8>, WeightsError> {
-    let mut bytes = zeroed(file, length, tensor)?;
+    let mut bytes = zeroed(file, what, length)?;
     file.read_exact_at(offset, &mut bytes, tensor)?;
     Ok(bytes)
 }
 
-/// Zeros for `length` bytes of a tensor of `file`; a refusal is an error and not the end of the process.
-pub(crate) fn zeroed(file: &WeightFile, length: u64, tensor: &str) -> Result<Vec<u8>, WeightsError> {
-    let mut bytes = Vec::new();
-    let refused =
-        || WeightsError::NoMemory { file: file.path().to_owned(), tensor: tensor.to_owned(), bytes: length };
-    let length = usize::try_from(length).map_err(|_| refused())?;
-    bytes.try_reserve_exact(length).map_err(|_| refused())?;
-    bytes.resize(length, 0);
-    Ok(bytes)
+/// Room for so many bytes of a file.
+pub(crate) fn zeroed(file: &WeightFile, what: &'static str, bytes: u64) -> Result<Vec<u8>, WeightsError> {
+    try_filled(what, usize::try_from(bytes).unwrap_or(usize::MAX), 0)
+        .map_err(|source| WeightsError::NoMemory { file: file.path().to_owned(), source })
 }
 
 /// The first bytes of a file: enough for the header's length and for telling what else it may be.
@@ -325,7 +322,7 @@ fn open_shards(index: &WeightFile) -> Result<TensorIndex, WeightsError> {
     if index.len() > MAX_HEADER_BYTES {
         return Err(bad(format!("it has {} bytes, at most {MAX_HEADER_BYTES} are allowed", index.len())));
     }
-    let json = read_part(index, 0, index.len(), "the index")?;
+    let json = read_part(index, 0, index.len(), "the index", "the index")?;
     let shards = parse_shards(&json, index.path())?;
     drop(json);
     let directory = index.path().parent().unwrap_or(Path::new(""));

@@ -23,7 +23,7 @@ use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
-use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority, without_panics};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
@@ -74,6 +74,7 @@ impl Pager {
     /// # Errors
     /// A page size that the device cannot have, no thread, no stream.
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
+        let device = &without_panics(device);
         let info = device.info();
         let page_bytes = options.page_bytes.unwrap_or(info.granularity);
         if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {

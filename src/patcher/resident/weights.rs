@@ -14,7 +14,7 @@ use super::choose::{Candidate, Largest, Room, ranked, to_load, to_unload};
 use super::error::ResidentError;
 use super::guard::ModuleGuard;
 use super::memory::CardMemory;
-use crate::device::{DeviceError, Fence, PoolAllocation, SharedDevice, Stream};
+use crate::device::{DeviceError, Fence, PoolAllocation, SharedDevice, Stream, without_panics};
 use crate::pager::{CopyTarget, DevicePatches, PatchSet, copy_in, copy_run, patch_run};
 use crate::patcher::{LoadBudget, ModelUuid};
 use crate::staging::{Arena, ArenaOptions, StagingBuffer, budget};
@@ -148,6 +148,7 @@ impl Weights {
         index: Arc<TensorIndex>,
         options: &ResidentOptions,
     ) -> Result<Self, ResidentError> {
+        let device = &without_panics(device);
         let layout = PageLayout::new(
             &index,
             &LayoutOptions { compute: options.compute, ..LayoutOptions::new(4 * KIB) },

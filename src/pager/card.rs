@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -97,6 +98,7 @@ impl Pager {
             budget: 0,
             budget_read_at: None,
             next_priority: 0,
+            activations: Activations::default(),
             pool_use: PoolUse::default(),
             page_loads: 0,
             ring_hand: 0,
@@ -219,7 +221,7 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
-            choice: Choice { whole: Vec::new(), ring: core.options.ring },
+            choice: Choice { first: Vec::new(), ring: core.options.ring },
             chosen_frames: None,
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,

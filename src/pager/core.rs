@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
 use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
@@ -66,6 +67,8 @@ pub(super) struct Control {
     /// What the activation pool used at most lately.
     pub(super) pool_use: PoolUse,
     pub(super) next_priority: u64,
+    /// Which models became active in turn.
+    pub(super) activations: Activations,
     /// Page loads asked for so far: the ring's measure of age.
     pub(super) page_loads: u64,
     /// The pages of the copy that is being enqueued, kept for its memory.
@@ -139,7 +142,7 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
-    /// Which units are kept whole, and the ring's size.
+    /// Which pages are kept first, and the ring's size.
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
@@ -337,7 +340,7 @@ impl ModelState {
     pub(super) fn set_order(&mut self, spans: Vec<u32>) {
         let layout = &self.layout;
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.first);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
     }

@@ -231,6 +231,7 @@ impl PagedModel {
         let mut control = core.control.lock();
         control.next_priority += 1;
         let priority = control.next_priority;
+        control.activations.note(self.id);
         let highest = control.models.iter().flatten().map(|model| model.priority).max();
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let already = highest == Some(model.priority);

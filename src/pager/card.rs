@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::activations::Activations;
+use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -222,7 +223,7 @@ impl Pager {
             whole_units,
             plan: Plan::default(),
             choice: Choice { first: Vec::new(), ring: core.options.ring },
-            chosen_frames: None,
+            choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
@@ -234,6 +235,7 @@ impl Pager {
             together: 1,
             together_now: 1,
             passes: 0,
+            several: false,
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),

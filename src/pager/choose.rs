@@ -36,6 +36,12 @@ const MOST_COPIES: usize = 40_000_000;
 /// it saves.
 const MODELLED_PAGES: usize = 200_000;
 
+/// Frames that may come or go without a new choice, however small the card; on larger ones it is a fiftieth.
+const SMALL_CHANGE: u32 = 4;
+
+/// Choices that are remembered.
+const REMEMBERED: usize = 8;
+
 /// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages with some
 /// of them kept first; `span` a span's pages and its bytes. `groups` are what is faulted at once.
 ///
@@ -81,6 +87,44 @@ pub(crate) fn choose(
         }
     }
     best
+}
+
+/// The choices made lately, the one in use last.
+///
+/// A choice stands while the frames stay about as many, and comes back when they are about as many again:
+/// after a spike the ring and the pages that stay are the same as before it.
+#[derive(Debug, Default)]
+pub(crate) struct Choices {
+    made: Vec<(u32, Choice)>,
+}
+
+impl Choices {
+    /// The choice to go over to for so many frames, by `choose` if none was made for about as many; `None`
+    /// if the one in use stands.
+    pub(crate) fn for_about(&mut self, frames: u32, choose: impl FnOnce() -> Choice) -> Option<Choice> {
+        let off = |chosen: u32| chosen.abs_diff(frames);
+        let is_near = |chosen: u32| off(chosen) <= (chosen / 50).max(SMALL_CHANGE);
+        if self.made.last().is_some_and(|(chosen, _)| is_near(*chosen)) {
+            return None;
+        }
+        let known = (0..self.made.len())
+            .filter(|&place| is_near(self.made[place].0))
+            .min_by_key(|&place| off(self.made[place].0));
+        let next = match known {
+            Some(place) => self.made.remove(place),
+            None => (frames, choose()),
+        };
+        if self.made.len() == REMEMBERED {
+            self.made.remove(0);
+        }
+        self.made.push(next.clone());
+        Some(next.1)
+    }
+
+    /// Another order, other groups or another compute: no choice holds any more.
+    pub(crate) fn forget(&mut self) {
+        self.made.clear();
+    }
 }
 
 /// The caps worth trying, longest first and at most `most`: no cap at all, and caps that each make the largest
@@ -162,9 +206,8 @@ impl ModelledPass {
         let streams = |page: u32| order.rank(page) >= plan.resident;
         let streamed = order.pages().iter().filter(|&&page| streams(page)).count();
         let streamed = u32::try_from(streamed).unwrap_or(u32::MAX);
-        let slots: Vec<u32> = (0..streamed)
-            .map(|place| ring::slot(place, streamed, plan.ring).min(plan.ring))
-            .collect();
+        let slots: Vec<u32> =
+            (0..streamed).map(|place| ring::slot(place, streamed, plan.ring).min(plan.ring)).collect();
         let mut place_of = vec![u32::MAX; order.rank_len()];
         let mut last_use = vec![0_u32; order.rank_len()];
         let mut places = 0;
@@ -232,7 +275,14 @@ mod tests {
     /// Units one after the other, of these pages each.
     fn units(lengths: &[u32]) -> Vec<Range<u32>> {
         let mut end = 0;
-        lengths.iter().map(|length| { let start = end; end += length; start..end }).collect()
+        lengths
+            .iter()
+            .map(|length| {
+                let start = end;
+                end += length;
+                start..end
+            })
+            .collect()
     }
 
     fn order(groups: &[Range<u32>], first: &[Range<u32>]) -> PassOrder {
@@ -306,7 +356,8 @@ mod tests {
         for frames in [50, 120, 300, 430] {
             let caps = caps(&groups, 440, frames, CAPS);
             assert!(caps.len() <= CAPS && caps.is_sorted_by(|a, b| a > b), "{caps:?}");
-            let kept = |cap| beyond(&groups, cap, frames).iter().map(|pages| pages.end - pages.start).sum::<u32>();
+            let kept =
+                |cap| beyond(&groups, cap, frames).iter().map(|pages| pages.end - pages.start).sum::<u32>();
             assert!(caps.iter().all(|&cap| kept(cap) <= frames * 3 / 4), "{frames}: {caps:?}");
         }
         assert!(caps(&groups, 440, 300, CAPS).len() > 4);
@@ -332,6 +383,25 @@ mod tests {
         let groups = units(&[10; 40]);
         let ring = |compute| chosen(&groups, 200, Some(compute)).1.ring;
         assert!(ring(20.0) < ring(200.0), "{} {}", ring(20.0), ring(200.0));
+    }
+
+    #[test]
+    fn a_choice_stands_while_the_frames_are_about_as_many_and_comes_back_with_them() {
+        let mut choices = Choices::default();
+        let made = |ring| Choice { first: Vec::new(), ring: RingSize::Pages(ring) };
+        let never = || -> Choice { unreachable!("it was chosen before") };
+        assert_eq!(choices.for_about(1000, || made(1)), Some(made(1)));
+        assert_eq!(choices.for_about(980, never), None);
+        assert_eq!(choices.for_about(1020, never), None);
+        assert_eq!(choices.for_about(750, || made(2)), Some(made(2)));
+        assert_eq!(choices.for_about(985, never), Some(made(1)));
+        assert_eq!(choices.for_about(760, never), Some(made(2)));
+        choices.forget();
+        assert_eq!(choices.for_about(760, || made(3)), Some(made(3)));
+        for frames in 1..100 {
+            choices.for_about(frames * 1000, || made(frames));
+        }
+        assert_eq!(choices.made.len(), REMEMBERED);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::activations::Activations;
+use super::choose::Choices;
 use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
@@ -146,8 +147,8 @@ pub(super) struct ModelState {
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
-    /// The frames that the choice was made for.
-    pub(super) chosen_frames: Option<u32>,
+    /// The choices made lately, and for how many frames.
+    pub(super) choices: Choices,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
     /// Streamed pages in pass order.
@@ -165,8 +166,10 @@ pub(super) struct ModelState {
     pub(super) together: u32,
     /// The same since the pass began.
     pub(super) together_now: u32,
-    /// Passes that ended since it was activated: what is remembered of an activation for the next.
+    /// Passes that ended since it was activated.
     pub(super) passes: u32,
+    /// Whether the last activation that was not all hits had several passes.
+    pub(super) several: bool,
     /// Pages with a frame of their own.
     pub(super) resident: u32,
     /// No page at this place of the keep order or later has a frame of its own.

@@ -11,13 +11,13 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::choose::choose;
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
 use super::order::PassOrder;
 use super::plain;
-use super::choose::choose;
 use super::plan::{RingSize, plan};
 use super::ring;
 use crate::device::DeviceError;
@@ -28,9 +28,6 @@ pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
 
 /// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
 const ASSUMED_LINK: Rate = Rate(25_000_000_000);
-
-/// Frames that may come or go without a new choice, however small the card.
-const SMALL_CHANGE: u32 = 4;
 
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,17 +55,19 @@ pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) ->
     if pool.reserved > needed + core.page_bytes {
         core.device.pool_trim(needed)?;
     }
-    let figures = core.device.memory()?;
     control.budget_read_at = Some(now);
     control.frames.note_pool(core.device.pool_figures()?.reserved);
-    let ours = u64::from(control.frames.count()) * core.page_bytes;
-    let bytes = (figures.free + ours).saturating_sub(core.headroom());
-    control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);
-    let over = control.frames.count().saturating_sub(control.budget);
-    if over > 0 {
-        give_back(core, control, over)?;
+    loop {
+        let free = core.device.memory()?.free;
+        let ours = u64::from(control.frames.count()) * core.page_bytes;
+        let bytes = (free + ours).saturating_sub(core.headroom());
+        control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);
+        let over = control.frames.count().saturating_sub(control.budget);
+        // Where nothing at all is free others may have taken more than that tells: look again.
+        if over == 0 || give_back(core, control, over)? < over || free > 0 {
+            return Ok(true);
+        }
     }
-    Ok(true)
 }
 
 /// Looks at the device's memory now and then, and follows what it says: gives back what is over the budget,
@@ -327,30 +326,31 @@ fn leave_old_slots(control: &mut Control, id: u32) {
     }
 }
 
-/// Makes the choice of ring and of pages kept first anew, if the frames changed by more than 2 % since.
+/// Takes the choice of ring and of pages kept first that is for about this many frames.
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
-    if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= (chosen / 50).max(SMALL_CHANGE)) {
-        return;
-    }
-    model.chosen_frames = Some(frames);
     let layout = Arc::clone(&model.layout);
     let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-    let spans = model.order.spans().to_vec();
-    let order_with =
-        |first: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, first);
-    // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
-    let compute = model.compute_per_gib.map(|per_gib| {
-        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
-        f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
+    let choice = model.choices.for_about(frames, || {
+        let spans = model.order.spans();
+        let order_with = |first: &[std::ops::Range<u32>]| {
+            PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, first)
+        };
+        let span = |span: u32| {
+            let bytes = &layout.spans()[span as usize].bytes;
+            (pages_of(span), bytes.end - bytes.start)
+        };
+        // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
+        let compute = model.compute_per_gib.map(|per_gib| {
+            let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
+            f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
+        });
+        choose(order_with, &model.groups, span, frames, compute)
     });
-    let span = |span: u32| {
-        let bytes = &layout.spans()[span as usize].bytes;
-        (pages_of(span), bytes.end - bytes.start)
-    };
-    let choice = choose(order_with, &model.groups, span, frames, compute);
+    let Some(choice) = choice else { return };
     let other_order = choice.first != model.choice.first;
     model.choice = choice;
     if other_order {
+        let spans = model.order.spans().to_vec();
         model.set_order(spans);
     }
 }

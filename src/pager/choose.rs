@@ -333,7 +333,7 @@ mod tests {
         lengths[20] = 130;
         let groups = units(&lengths);
         let pages = groups.last().map_or(0, |last| last.end);
-        for frames in (pages / 8..pages).step_by(13) {
+        for frames in (pages / 8..pages).step_by(53) {
             for compute in [Some(0.0), None, Some(f64::from(4 * pages))] {
                 let (_, plan) = chosen(&groups, frames, compute);
                 assert!(plan.ring <= 3 * plan.largest_part.max(1) && plan.ring > plan.largest_part);

@@ -69,7 +69,9 @@ mod tests {
 
     fn after(turns: &[u32]) -> Activations {
         let mut activations = Activations::default();
-        turns.iter().for_each(|&id| activations.note(id));
+        for &id in turns {
+            activations.note(id);
+        }
         activations
     }
 

@@ -175,7 +175,9 @@ impl Loads {
             let mut loads: Vec<f64> =
                 order.spans().iter().map(|&number| span(number).1 as f64 * factor(number)).collect();
             let scale = total / loads.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-            loads.iter_mut().for_each(|load| *load *= scale);
+            for load in &mut loads {
+                *load *= scale;
+            }
             loads
         };
         let even = std::iter::once(spread(&|_| 1.0));

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
+use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -105,6 +107,7 @@ impl Pager {
             budget: 0,
             budget_read_at: None,
             next_priority: 0,
+            activations: Activations::default(),
             pool_use: PoolUse::default(),
             page_loads: 0,
             ring_hand: 0,
@@ -231,8 +234,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
-            choice: Choice { whole: Vec::new(), ring: core.options.ring },
-            chosen_frames: None,
+            choice: Choice { first: Vec::new(), ring: core.options.ring },
+            choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
@@ -244,6 +247,7 @@ impl Pager {
             together: 1,
             together_now: 1,
             passes: 0,
+            several: false,
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),

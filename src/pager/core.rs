@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
+use super::choose::Choices;
 use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
@@ -69,6 +71,8 @@ pub(super) struct Control {
     /// What the activation pool used at most lately.
     pub(super) pool_use: PoolUse,
     pub(super) next_priority: u64,
+    /// Which models became active in turn.
+    pub(super) activations: Activations,
     /// Page loads asked for so far: the ring's measure of age.
     pub(super) page_loads: u64,
     /// The pages of the copy that is being enqueued, kept for its memory.
@@ -142,12 +146,12 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
-    /// Which units are kept whole, and the ring's size.
+    /// Which pages are kept first, and the ring's size.
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
-    /// The frames that the choice was made for.
-    pub(super) chosen_frames: Option<u32>,
+    /// The choices made lately, and for how many frames.
+    pub(super) choices: Choices,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
     /// Streamed pages in pass order.
@@ -165,8 +169,10 @@ pub(super) struct ModelState {
     pub(super) together: u32,
     /// The same since the pass began.
     pub(super) together_now: u32,
-    /// Passes that ended since it was activated: what is remembered of an activation for the next.
+    /// Passes that ended since it was activated.
     pub(super) passes: u32,
+    /// Whether the last activation that was not all hits had several passes.
+    pub(super) several: bool,
     /// Pages with a frame of their own.
     pub(super) resident: u32,
     /// No page at this place of the keep order or later has a frame of its own.
@@ -330,7 +336,7 @@ impl ModelState {
     pub(super) fn set_order(&mut self, spans: Vec<u32>) {
         let layout = &self.layout;
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.first);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
     }

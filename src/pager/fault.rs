@@ -318,7 +318,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
 /// From now on the model's passes go in this order.
 fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.set_order(spans);
-    model.chosen_frames = None;
+    model.choices.forget();
 }
 
 fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {

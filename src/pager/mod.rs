@@ -23,8 +23,10 @@
 //! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
 //! address for the model's life (without virtual memory calls: for its guard's). May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
+mod activations;
 mod attach;
 mod card;
+mod choose;
 mod claim;
 mod convert;
 mod core;

@@ -204,6 +204,7 @@ impl Pager {
         if casts {
             self.ensure_scratch()?;
         }
+        let mapped = core.options.source.map(&index)?;
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -235,6 +236,7 @@ impl Pager {
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),
+            mapped,
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,

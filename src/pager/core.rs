@@ -33,7 +33,7 @@ use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
 use crate::units::ModelTime;
-use crate::weights::{PageLayout, TensorIndex};
+use crate::weights::{MappedFile, PageLayout, TensorIndex};
 
 /// What everybody who works with one card's pager shares.
 #[derive(Debug)]
@@ -118,6 +118,8 @@ impl Page {
 pub(super) struct CachedRun {
     pub(super) buffer: StagingBuffer,
     pub(super) pages: u32,
+    /// The modelled time from which the bytes are there.
+    pub(super) available: ModelTime,
 }
 
 /// One model on the card.
@@ -169,6 +171,8 @@ pub(super) struct ModelState {
     /// No page at this place of the keep order or later has a frame of its own.
     pub(super) resident_end: u32,
     pub(super) cache: BTreeMap<u32, CachedRun>,
+    /// Its files, mapped, if its bytes are to be copied from there.
+    pub(super) mapped: Option<Box<[MappedFile]>>,
     /// Why the last load of a page failed, until the next is asked for.
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use parking_lot::MutexGuard;
 
+use super::ahead;
 use super::attach;
 use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState, StreamedRelease};
@@ -129,6 +130,7 @@ fn bring(
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
+        ahead::advance(core, control, id, span);
         while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }

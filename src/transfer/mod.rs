@@ -10,4 +10,4 @@ mod reader;
 
 pub use convert::{cast_bytes, cut_extents, float_type, is_cast_on_card, read_extents};
 pub use engine::{Batch, CopyEngine};
-pub use reader::{ReadJob, ReaderPool, ReaderQueue};
+pub use reader::{MAX_JOBS, ReadJob, ReaderPool, ReaderQueue};

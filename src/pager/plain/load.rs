@@ -17,7 +17,7 @@ use super::blocks::obtain;
 use super::origin_of;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::pager::attach::old_version_held;
-use crate::pager::convert::{self, CopyTarget};
+use crate::pager::convert::{self, CopySource, CopyTarget};
 use crate::pager::core::{CachedRun, Control};
 use crate::pager::error::PagerError;
 use crate::pager::frames::{NONE, PageKey, Role};
@@ -179,13 +179,13 @@ fn load_chunk(
         return Ok(());
     }
     if let Some(kept) = control.model_mut(id).and_then(|model| model.cache.remove(&chunk)) {
-        let CachedRun { mut buffer, pages } = kept;
+        let CachedRun { mut buffer, pages, available } = kept;
         let copied = copy(control, id, span, number, run, Some(&buffer), core.device.now());
         if let Ok(fence) = &copied {
             buffer.read_until(fence.clone());
         }
         if let Some(model) = control.model_mut(id) {
-            model.cache.insert(chunk, CachedRun { buffer, pages });
+            model.cache.insert(chunk, CachedRun { buffer, pages, available });
         }
         copied?;
         return Ok(());
@@ -205,7 +205,7 @@ fn load_chunk(
         model.counts.file_bytes += file_bytes;
         if keep {
             let pages = u32::try_from(length / core.page_bytes).unwrap_or(u32::MAX);
-            model.cache.insert(chunk, CachedRun { buffer, pages });
+            model.cache.insert(chunk, CachedRun { buffer, pages, available });
             control.cached_bytes += length;
         }
     }
@@ -260,7 +260,7 @@ fn copy(
         .map(|(_, fence)| fence)
         .chain(&block.info.arrive)
         .try_for_each(|fence| batch.wait(fence));
-    let source = source.map(|buffer| (buffer, run.start));
+    let source = source.map_or(CopySource::None, |buffer| CopySource::Staged(buffer, run.start));
     let enqueued = waited.and_then(|()| convert::copy_run(&batch, &target, run.clone(), source, available));
     // Also after an error: what was enqueued still reads the buffer and writes the block.
     let fence = batch.finish()?;

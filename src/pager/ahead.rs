@@ -1,0 +1,304 @@
+//! Reading ahead: from the file into staging memory, before the pages have frames.
+//!
+//! The first of two stages. Faults in pass order make a window grow, up to
+//! [`super::PagerOptions::read_ahead_bytes`]; the pages that follow, and that are neither on the card nor in
+//! staging memory, are read. A fault, or prefetch, which claims their frames finds them there, or on the
+//! way. A fault out of order forgets at once what was read for its model and begins again with a window of
+//! nothing. So a wrong guess costs at most one window of reads and never a copy.
+//!
+//! The window, the cursor and what was read lie in [`Ahead`], under the control lock. Decisions are made
+//! by the runner's faults, in pass order; a reader that comes back only carries on with them.
+
+#![deny(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::copies::{PageSource, copy_pages};
+use super::core::{Control, Core};
+use super::keep;
+use super::load::{Source, fail_pages, pump, source_of};
+use crate::staging::StagingBuffer;
+use crate::units::ModelTime;
+
+/// Pages that one call looks at, at most.
+const LOOKS: u32 = 512;
+
+/// Spans between two faults that may all be on the card, so that the second still counts as the next.
+const MOST_BETWEEN: u32 = 256;
+
+/// What was read ahead, and how far.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    /// Runs that were read and that no frame was claimed for.
+    runs: VecDeque<ReadRun>,
+    /// By the model's place.
+    windows: Vec<Window>,
+    /// Whether something that was asked for ahead was wanted since the last fault.
+    pub(super) served: bool,
+}
+
+/// A run of pages in staging memory.
+#[derive(Debug)]
+pub(super) struct ReadRun {
+    pub(super) model: u32,
+    pub(super) first: u32,
+    pub(super) pages: u32,
+    pub(super) buffer: StagingBuffer,
+    /// The modelled time from which its bytes are there.
+    pub(super) available: ModelTime,
+}
+
+/// How far ahead of its faults a model is read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Window {
+    /// The place in the pass of the last fault that was no hit.
+    last: Option<u32>,
+    /// The place in the pass, and the page, that reading goes on at.
+    next: u32,
+    next_page: u32,
+    /// Bytes that may be ahead.
+    bytes: u64,
+}
+
+impl Window {
+    /// Notes a fault at `place` of a pass of `places`. `follows` says whether it was the one expected.
+    fn note(&mut self, place: u32, places: u32, follows: bool, chunk_bytes: u64, depth: u64) {
+        let distance = |from: u32, to: u32| if to >= from { to - from } else { to + places - from };
+        let overtaken =
+            self.last.is_none_or(|last| distance(last, place) >= distance(last, self.next % places.max(1)));
+        self.bytes = match (follows, self.bytes) {
+            (false, _) => 0,
+            (true, 0) => (2 * chunk_bytes).min(depth),
+            (true, bytes) => (2 * bytes).min(depth),
+        };
+        if overtaken || !follows {
+            self.next = if place + 1 >= places { 0 } else { place + 1 };
+            self.next_page = 0;
+        }
+        self.last = Some(place);
+    }
+}
+
+impl Ahead {
+    pub(super) fn new() -> Self {
+        Self { runs: VecDeque::with_capacity(64), windows: Vec::new(), served: false }
+    }
+
+    /// The run that holds a page, and how many of its pages come from there on.
+    pub(super) fn find(&self, model: u32, page: u32) -> Option<(usize, u32)> {
+        let holds = |run: &ReadRun| run.model == model && (run.first..run.first + run.pages).contains(&page);
+        let place = self.runs.iter().position(holds)?;
+        Some((place, self.runs[place].first + self.runs[place].pages - page))
+    }
+
+    pub(super) fn push(&mut self, run: ReadRun) {
+        self.runs.push_back(run);
+    }
+
+    /// Whether anything is in staging memory ahead of its need.
+    pub(super) fn holds_any(&self) -> bool {
+        !self.runs.is_empty()
+    }
+
+    /// Gives back what was read ahead, of one model or of all.
+    pub(super) fn drop_runs(&mut self, model: Option<u32>) {
+        self.runs.retain(|run| model.is_some_and(|model| run.model != model));
+    }
+
+    /// Forgets a model that goes away.
+    pub(super) fn forget(&mut self, model: u32) {
+        self.drop_runs(Some(model));
+        if let Some(window) = self.windows.get_mut(model as usize) {
+            *window = Window::default();
+        }
+    }
+
+    fn pages(&self) -> u64 {
+        self.runs.iter().map(|run| u64::from(run.pages)).sum()
+    }
+
+    fn window(&mut self, model: u32) -> &mut Window {
+        if self.windows.len() <= model as usize {
+            self.windows.resize(model as usize + 1, Window::default());
+        }
+        &mut self.windows[model as usize]
+    }
+}
+
+/// Copies `count` pages from `first` on out of a run that was read ahead; the rest of it stays.
+pub(super) fn copy_run(core: &Arc<Core>, control: &mut Control, place: usize, first: u32, count: u32) {
+    let Some(run) = control.loads.ahead.runs.remove(place) else { return };
+    control.loads.ahead.served = true;
+    let ReadRun { model: id, first: start, pages, mut buffer, available } = run;
+    let end = first + count;
+    if end < start + pages
+        && let Some(rest) = buffer.split_off(end - start)
+    {
+        let pages = start + pages - end;
+        control.loads.ahead.push(ReadRun { model: id, first: end, pages, buffer: rest, available });
+    }
+    if start < first
+        && let Some(wanted) = buffer.split_off(first - start)
+    {
+        let front = std::mem::replace(&mut buffer, wanted);
+        let pages = first - start;
+        control.loads.ahead.push(ReadRun { model: id, first: start, pages, buffer: front, available });
+    }
+    let source = PageSource::Buffer(&buffer, first);
+    match copy_pages(control, id, first..end, 0, source, available, core.page_bytes) {
+        Ok(Some(fence)) => buffer.read_until(fence),
+        Ok(None) => {}
+        Err(error) => fail_pages(control, id, first..end, 0, &error.into()),
+    }
+    keep::settle(core, control, id, first..end, buffer, None);
+}
+
+/// A fault of `span` was no hit: moves the model's window there and asks for what it covers.
+pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32, span: u32) {
+    let depth = core.options.read_ahead_bytes;
+    if depth == 0 || !core.device.info().keeps_bytes {
+        return;
+    }
+    let served = std::mem::take(&mut control.loads.ahead.served);
+    let last = control.loads.ahead.window(id).last;
+    let Some(model) = control.model(id) else { return };
+    if model.mapped.is_some() || !model.order.contains(span) {
+        return;
+    }
+    let place = model.order.position(span);
+    let places = u32::try_from(model.order.spans().len()).unwrap_or(u32::MAX);
+    let follows = match last {
+        // The same span again says nothing of what comes next.
+        Some(last) if last == place && places > 1 => return,
+        Some(last) => served || is_next(control, id, last, place, places),
+        None => place == 0,
+    };
+    if !follows {
+        control.loads.cancel_ahead(Some(id));
+    }
+    let chunk_bytes = u64::from(core.chunk_pages) * core.page_bytes;
+    control.loads.ahead.window(id).note(place, places, follows, chunk_bytes, depth);
+    refill(core, control, id);
+}
+
+/// Whether nothing had to be brought in between the places `last` and `place` of a pass.
+fn is_next(control: &Control, id: u32, last: u32, place: u32, places: u32) -> bool {
+    let Some(model) = control.model(id) else { return false };
+    let mut between = last;
+    for _ in 0..MOST_BETWEEN {
+        between = if between + 1 >= places { 0 } else { between + 1 };
+        if between == place {
+            return true;
+        }
+        let span = model.order.spans()[between as usize];
+        let mut pages = model.layout.spans()[span as usize].pages.clone();
+        if !pages.all(|page| control.is_present(id, page)) {
+            return false;
+        }
+    }
+    false
+}
+
+/// Asks for what the model's window covers and nobody has asked for.
+pub(super) fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
+    if control.model(id).is_none() {
+        return;
+    }
+    let chunk_bytes = u64::from(core.chunk_pages) * core.page_bytes;
+    // Kept pages and the buffers that demand needs come first.
+    let room = core.arena.limit_bytes().saturating_sub(control.cached_bytes + 2 * chunk_bytes);
+    let limit = control.loads.ahead.window(id).bytes.min(room);
+    let mut asked = false;
+    loop {
+        let pages = control.loads.pages_under_way(false) + control.loads.ahead.pages();
+        let free = limit.saturating_sub(pages * core.page_bytes) / core.page_bytes;
+        // Whole chunks, so that a window which is nearly full does not fall into single pages.
+        if free < u64::from(core.chunk_pages) {
+            break;
+        }
+        let Some((first, count)) = next_run(core, control, id) else { break };
+        control.loads.push(id, first, count, true);
+        asked = true;
+    }
+    if asked {
+        pump(core, control);
+    }
+}
+
+/// The next run of neighbouring pages, in pass order, that are neither on the card nor in staging memory nor
+/// on the way to either.
+fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u32, u32)> {
+    let Window { last, mut next, mut next_page, .. } = *control.loads.ahead.window(id);
+    let model = control.model(id)?;
+    let spans = model.order.spans();
+    let mut run: Option<(u32, u32)> = None;
+    let mut looks = 0;
+    // A whole pass ahead there is nothing more to read.
+    'pass: while Some(next) != last && looks < LOOKS {
+        let Some(&span) = spans.get(next as usize) else {
+            next = 0;
+            continue;
+        };
+        let pages = model.layout.spans()[span as usize].pages.clone();
+        for page in pages.start.max(next_page)..pages.end {
+            looks += 1;
+            if run.is_some_and(|(first, count)| (first..first + count).contains(&page)) {
+                continue;
+            }
+            let lacks = !control.is_present(id, page) && source_of(control, id, page).0 == Source::File;
+            run = match run {
+                None if lacks => Some((page, 1)),
+                None => None,
+                Some((first, count)) if lacks && first + count == page && count < core.chunk_pages => {
+                    Some((first, count + 1))
+                }
+                Some(_) => {
+                    next_page = page;
+                    break 'pass;
+                }
+            };
+        }
+        next_page = 0;
+        next = if next as usize + 1 >= spans.len() { 0 } else { next + 1 };
+        if spans.len() == 1 {
+            break;
+        }
+    }
+    let window = control.loads.ahead.window(id);
+    (window.next, window.next_page) = (next, next_page);
+    run
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_grows_with_faults_in_order_and_is_nothing_after_one_out_of_order() {
+        let mut window = Window::default();
+        let mut sizes = Vec::new();
+        for place in 0..5 {
+            window.note(place, 10, true, 4, 30);
+            sizes.push(window.bytes);
+        }
+        assert_eq!(sizes, [8, 16, 30, 30, 30]);
+        window.note(2, 10, false, 4, 30);
+        assert_eq!((window.bytes, window.next), (0, 3));
+    }
+
+    #[test]
+    fn reading_goes_on_where_it_was_unless_the_faults_have_overtaken_it() {
+        let mut window = Window::default();
+        window.note(0, 10, true, 4, 30);
+        assert_eq!(window.next, 1);
+        window.next = 6;
+        window.note(3, 10, true, 4, 30);
+        assert_eq!(window.next, 6);
+        window.note(7, 10, true, 4, 30);
+        assert_eq!(window.next, 8);
+        // The end of the pass is followed by its beginning.
+        window.note(9, 10, true, 4, 30);
+        assert_eq!(window.next, 0);
+    }
+}

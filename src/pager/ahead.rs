@@ -64,9 +64,10 @@ struct Window {
 impl Window {
     /// Notes a fault at `place` of a pass of `places`. `follows` says whether it was the one expected.
     fn note(&mut self, place: u32, places: u32, follows: bool, chunk_bytes: u64, depth: u64) {
+        // Forwards, also past the end of the pass. The order may have become shorter since the last fault.
         let distance = |from: u32, to: u32| if to >= from { to - from } else { to + places - from };
-        let overtaken =
-            self.last.is_none_or(|last| distance(last, place) >= distance(last, self.next % places.max(1)));
+        let known = self.last.filter(|last| *last < places && self.next < places);
+        let overtaken = known.is_none_or(|last| distance(last, place) >= distance(last, self.next));
         self.bytes = match (follows, self.bytes) {
             (false, _) => 0,
             (true, 0) => (2 * chunk_bytes).min(depth),
@@ -168,7 +169,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32, span: u3
     }
     let place = model.order.position(span);
     let places = u32::try_from(model.order.spans().len()).unwrap_or(u32::MAX);
-    let follows = match last {
+    let follows = match last.filter(|last| *last < places) {
         // The same span again says nothing of what comes next.
         Some(last) if last == place && places > 1 => return,
         Some(last) => served || is_next(control, id, last, place, places),
@@ -232,6 +233,9 @@ fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u32, u32)> {
     let Window { last, mut next, mut next_page, .. } = *control.loads.ahead.window(id);
     let model = control.model(id)?;
     let spans = model.order.spans();
+    if spans.is_empty() {
+        return None;
+    }
     let mut run: Option<(u32, u32)> = None;
     let mut looks = 0;
     // A whole pass ahead there is nothing more to read.
@@ -285,6 +289,9 @@ mod tests {
         assert_eq!(sizes, [8, 16, 30, 30, 30]);
         window.note(2, 10, false, 4, 30);
         assert_eq!((window.bytes, window.next), (0, 3));
+        // The order became shorter than the last fault's place.
+        window.note(1, 2, true, 4, 30);
+        assert_eq!((window.bytes, window.next), (8, 0));
     }
 
     #[test]

@@ -101,6 +101,7 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             wanted: Vec::new(),
+            missing: Vec::new(),
             cached_bytes: 0,
             under_way: 0,
             releases: 0,

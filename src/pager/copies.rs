@@ -25,15 +25,8 @@ pub(super) fn copy_without_bytes(core: &Arc<Core>, control: &mut Control, id: u3
         let bytes =
             control.model(id).map_or(0, |model| model.layout.content_bytes(page_span(core, page, count)));
         let available = core.device.schedule_read(bytes);
-        let copied = copy_pages(
-            control,
-            id,
-            page..page + count,
-            0,
-            PageSource::Nowhere,
-            available,
-            core.page_bytes,
-        );
+        let copied =
+            copy_pages(control, id, page..page + count, 0, PageSource::Nowhere, available, core.page_bytes);
         if let Err(error) = copied {
             fail_pages(control, id, page..page + count, 0, &error.into());
         }

@@ -70,6 +70,8 @@ pub(super) struct Control {
     pub(super) page_loads: u64,
     /// The pages of the copy that is being enqueued, kept for its memory.
     pub(super) wanted: Vec<u32>,
+    /// The list of a claim that is done, kept for its memory.
+    pub(super) missing: Vec<u32>,
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,

@@ -138,7 +138,10 @@ fn bring(
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
             // next round asks anew. What this fault asked for itself is its own failure.
             Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
-            None if is_present(control, id, span) => break,
+            None if is_present(control, id, span) => {
+                control.missing = claimed.missing;
+                break;
+            }
             Some(_) | None => {}
         }
     }

@@ -25,12 +25,18 @@ pub(super) fn cached_run(control: &Control, id: u32, page: u32) -> Option<(u32, 
 }
 
 /// Copies from a kept run.
-pub(super) fn copy_cached(core: &Arc<Core>, control: &mut Control, id: u32, run: u32, first: u32, count: u32) {
+pub(super) fn copy_cached(
+    core: &Arc<Core>,
+    control: &mut Control,
+    id: u32,
+    run: u32,
+    first: u32,
+    count: u32,
+) {
     let available = control.model(id).and_then(|model| model.cache.get(&run)).map(|run| run.available);
     let pages = first..first + count;
     let available = available.unwrap_or(ModelTime::ZERO);
-    let copied =
-        copy_pages(control, id, pages.clone(), 0, PageSource::Kept(run), available, core.page_bytes);
+    let copied = copy_pages(control, id, pages.clone(), 0, PageSource::Kept(run), available, core.page_bytes);
     if let Err(error) = copied {
         fail_pages(control, id, pages, 0, &error.into());
     }

@@ -475,7 +475,9 @@ impl ReadJob for PageRead {
             (None, _, Err(error)) => Err(error),
             (panic, ..) => Err(PagerError::Reader {
                 model: files
-                    .and_then(|(index, _)| index.files().first().map(|file| file.path().display().to_string()))
+                    .and_then(|(index, _)| {
+                        index.files().first().map(|file| file.path().display().to_string())
+                    })
                     .unwrap_or_default(),
                 why: panic.unwrap_or_else(|| "its buffer is gone".to_owned()),
             }),

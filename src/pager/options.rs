@@ -49,7 +49,7 @@ impl Default for PagerOptions {
             readers: 2,
             copy_streams: 1,
             chunk_bytes: 8 << 20,
-            read_ahead_bytes: 64 << 20,
+            read_ahead_bytes: 32 << 20,
             copy_ahead_bytes: None,
             prefetch_loads: 8,
             source: WeightSource::read(),

@@ -35,8 +35,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     for _ in 0..=control.frames.ring.len() + SKIPS as usize {
         let Some(model) = control.model(id) else { return };
         let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
-        if streamed == 0 || room == 0 || control.loads.outstanding() >= core.options.prefetch_loads
-        {
+        if streamed == 0 || room == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
             break;
         }
         let cursor = model.cursor;

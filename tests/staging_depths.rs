@@ -58,6 +58,30 @@ fn reads_go_no_further_ahead_than_the_depth_and_a_changed_order_costs_one_depth_
 }
 
 #[test]
+fn small_units_are_gathered_into_large_copies() {
+    let file = ModelFile::new(&[(64, 128); 200], 39);
+    let device = small_card(16 * MIB);
+    {
+        let options = PagerOptions { chunk_bytes: 512 * KIB, ..small_options() };
+        let pager = pager(&device, options);
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        let before = device.counts();
+        for unit in 0..200 {
+            model.fault(unit_id(unit), &stream).unwrap().release();
+        }
+        let after = device.counts();
+        let copies = after.copy_to_device - before.copy_to_device;
+        let bytes = after.bytes_to_device - before.bytes_to_device;
+        assert!(bytes / copies >= 256 * KIB, "{bytes} bytes in {copies} copies, of units of 16 KiB");
+        assert!(bytes <= model.layout().address_bytes(), "nothing is copied twice");
+        checked_pass(&model, &stream, &verifier).unwrap();
+    }
+    assert_nothing_left(&device);
+}
+
+#[test]
 fn nothing_is_read_ahead_with_a_depth_of_nothing() {
     let file = ModelFile::new(&mixed_units(), 32);
     let device = small_card(16 * MIB);

@@ -14,10 +14,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::claim;
 use super::copies::{PageSource, copy_pages};
 use super::core::{Control, Core};
+use super::frames::{NONE, Role};
 use super::keep;
 use super::load::{Source, fail_pages, pump, source_of};
+use super::reclaim::{self, TakeFrom};
 use crate::staging::StagingBuffer;
 use crate::units::ModelTime;
 
@@ -127,6 +130,42 @@ impl Ahead {
     }
 }
 
+/// Claims frames for the pages that follow page `last` in the run that was read ahead with it, as far as
+/// frames are free for them: then they are one copy with it. So small units do not make small copies.
+/// Answers how many pages it claimed. They stay, so nothing is taken from anybody for them.
+pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> u32 {
+    let following = match source_of(control, id, last) {
+        (Source::Ahead(_) | Source::Load(_), pages) => pages - 1,
+        (Source::Kept(_) | Source::File, _) => 0,
+    };
+    let mut mapped = Vec::new();
+    let mut claimed = 0;
+    for page in last + 1..=last + following {
+        let Some(model) = control.model(id) else { break };
+        let stays = model.pages[page as usize].slot == NONE && !control.is_present(id, page);
+        let pinned =
+            model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
+        if !stays || pinned || model.pages[page as usize].frame != NONE {
+            break;
+        }
+        let frame = reclaim::obtain(core, control, id, Role::Resident, TakeFrom::Nobody);
+        let Ok(Some(frame)) = frame else { break };
+        if claim::remap(control, id, page, frame, &mut mapped).is_err() {
+            break;
+        }
+        claimed += 1;
+    }
+    // A device that fails here says so to the fault that needs the pages.
+    if claim::set_access(control, id, &mapped).is_err() {
+        claim::drop_mappings(control, id, &mapped);
+        return 0;
+    }
+    for page in last + 1..=last + claimed {
+        claim::occupy(control, id, page);
+    }
+    claimed
+}
+
 /// Copies `count` pages from `first` on out of a run that was read ahead; the rest of it stays.
 pub(super) fn copy_run(core: &Arc<Core>, control: &mut Control, place: usize, first: u32, count: u32) {
     let Some(run) = control.loads.ahead.runs.remove(place) else { return };
@@ -146,6 +185,10 @@ pub(super) fn copy_run(core: &Arc<Core>, control: &mut Control, place: usize, fi
         let pages = first - start;
         control.loads.ahead.push(ReadRun { model: id, first: start, pages, buffer: front, available });
     }
+    // As if the load that read it were still under way: what a fault costs must not depend on which thread
+    // was faster.
+    let own_time = core.device.now();
+    core.device.set_now(own_time.max(available));
     let source = PageSource::Buffer(&buffer, first);
     match copy_pages(control, id, first..end, 0, source, available, core.page_bytes) {
         Ok(Some(fence)) => buffer.read_until(fence),
@@ -153,6 +196,7 @@ pub(super) fn copy_run(core: &Arc<Core>, control: &mut Control, place: usize, fi
         Err(error) => fail_pages(control, id, first..end, 0, &error.into()),
     }
     keep::settle(core, control, id, first..end, buffer, None);
+    core.device.set_now(own_time);
 }
 
 /// A fault of `span` was no hit: moves the model's window there and asks for what it covers.

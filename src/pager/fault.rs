@@ -124,8 +124,9 @@ fn bring(
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
             for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
-                if let Some(&first) = run.first() {
-                    load::submit(core, control, id, first, u32::try_from(run.len()).unwrap_or(u32::MAX));
+                if let (Some(&first), Some(&last)) = (run.first(), run.last()) {
+                    let gathered = ahead::gather(core, control, id, last);
+                    load::submit(core, control, id, first, last + 1 - first + gathered);
                 }
             }
             prefetch::demanded(control, id, &claimed.missing);

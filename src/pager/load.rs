@@ -54,6 +54,8 @@ struct Load {
     state: LoadState,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
+    /// The modelled time from which a page waits for it.
+    wanted_at: ModelTime,
 }
 
 #[derive(Debug)]
@@ -145,6 +147,7 @@ impl Loads {
             ahead,
             state: LoadState::Waiting,
             available: ModelTime::ZERO,
+            wanted_at: ModelTime::ZERO,
         });
         id
     }
@@ -185,7 +188,9 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
             Source::Ahead(place) => ahead::copy_run(core, control, place, page, count),
             Source::Load(place) => {
                 let load = &mut control.loads.queue[place];
-                load.wanted = true;
+                if !std::mem::replace(&mut load.wanted, true) {
+                    load.wanted_at = core.device.now();
+                }
                 let number = load.id;
                 await_load(control, id, page, count, number);
                 control.loads.ahead.served = true;
@@ -243,6 +248,9 @@ pub(super) fn source_of(control: &Control, id: u32, page: u32) -> (Source, u32) 
 /// Gives buffers to the loads that wait for one, in order and as far as the depth permits, and starts their
 /// reads; enqueues the copies of those that were read.
 pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
+    // Looking for room asks the device; on a modelled clock that costs nobody's time, since it may be any
+    // thread that comes by.
+    let own_time = core.device.now();
     let mut place = 0;
     let mut under_way = control.loads.pages_under_way(true) * core.page_bytes;
     while place < control.loads.queue.len() && control.loads.reading < MOST_READS {
@@ -260,6 +268,7 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
             Ok(None) if control.loads.reading == 0 => take_part(core, control, place),
             taken => taken.map_err(PagerError::from),
         };
+        core.device.set_now(own_time);
         let state = match taken {
             Ok(Some(buffer)) => start_read(core, control, place, buffer),
             Ok(None) => break,
@@ -308,9 +317,9 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
             let (id, model) = (load.id, load.model);
             let (first, count) = (load.first + part, load.count - part);
             load.count = part;
-            let (wanted, ahead, available) = (load.wanted, load.ahead, load.available);
+            let Load { wanted, ahead, available, wanted_at, .. } = *load;
             let state = LoadState::Waiting;
-            let rest = Load { id: number, model, first, count, wanted, ahead, state, available };
+            let rest = Load { id: number, model, first, count, wanted, ahead, state, available, wanted_at };
             control.loads.queue.insert(place + 1, rest);
             // Those of the rest's pages that wait do so for the new load.
             let Control { frames, models, .. } = control;
@@ -374,9 +383,10 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             }
             continue;
         }
-        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there.
+        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there
+        // and wanted.
         let own_time = core.device.now();
-        core.device.set_now(load.available);
+        core.device.set_now(load.available.max(load.wanted_at));
         let copied = result.and_then(|(mut buffer, _)| {
             let source = PageSource::Buffer(&buffer, pages.start);
             let fence =

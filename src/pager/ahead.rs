@@ -6,8 +6,9 @@
 //! way. A fault out of order forgets at once what was read for its model and begins again with a window of
 //! nothing. So a wrong guess costs at most one window of reads and never a copy.
 //!
-//! The window, the cursor and what was read lie in [`Ahead`], under the control lock. Decisions are made
-//! by the runner's faults, in pass order; a reader that comes back only carries on with them.
+//! The window, the cursor and what was read lie in [`Ahead`], under the control lock. Only faults decide,
+//! by the place in the pass that they have reached, and never by how far the readers are: so what is asked
+//! for, and what is copied at once, is the same in every run.
 
 #![deny(unsafe_code)]
 
@@ -53,7 +54,7 @@ pub(super) struct ReadRun {
 }
 
 /// How far ahead of its faults a model is read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Window {
     /// The place in the pass of the last fault that was no hit.
     last: Option<u32>,
@@ -62,15 +63,31 @@ struct Window {
     next_page: u32,
     /// Bytes that may be ahead.
     bytes: u64,
+    /// Places that the faults have gone through so far.
+    gone: u64,
+    /// What was asked for and not reached yet: the count of places at which it will be, and its pages.
+    asked: VecDeque<(u64, u32)>,
+}
+
+/// Places from one to another, forwards, also past the end of a pass of `places`.
+fn distance(from: u32, to: u32, places: u32) -> u32 {
+    if to >= from { to - from } else { to + places - from }
 }
 
 impl Window {
     /// Notes a fault at `place` of a pass of `places`. `follows` says whether it was the one expected.
     fn note(&mut self, place: u32, places: u32, follows: bool, chunk_bytes: u64, depth: u64) {
-        // Forwards, also past the end of the pass. The order may have become shorter since the last fault.
-        let distance = |from: u32, to: u32| if to >= from { to - from } else { to + places - from };
+        // The order may have become shorter since the last fault.
         let known = self.last.filter(|last| *last < places && self.next < places);
-        let overtaken = known.is_none_or(|last| distance(last, place) >= distance(last, self.next));
+        let moved = known.map_or(0, |last| distance(last, place, places));
+        let overtaken = known.is_none_or(|last| moved >= distance(last, self.next, places));
+        self.gone += u64::from(moved);
+        if !follows || known.is_none() {
+            self.asked.clear();
+        }
+        while self.asked.front().is_some_and(|(at, _)| *at <= self.gone) {
+            self.asked.pop_front();
+        }
         self.bytes = match (follows, self.bytes) {
             (false, _) => 0,
             (true, 0) => (2 * chunk_bytes).min(depth),
@@ -108,6 +125,11 @@ impl Ahead {
     /// Gives back what was read ahead, of one model or of all.
     pub(super) fn drop_runs(&mut self, model: Option<u32>) {
         self.runs.retain(|run| model.is_some_and(|model| run.model != model));
+        for (id, window) in (0..).zip(&mut self.windows) {
+            if model.is_none_or(|model| id == model) {
+                window.asked.clear();
+            }
+        }
     }
 
     /// Forgets a model that goes away.
@@ -116,10 +138,6 @@ impl Ahead {
         if let Some(window) = self.windows.get_mut(model as usize) {
             *window = Window::default();
         }
-    }
-
-    fn pages(&self) -> u64 {
-        self.runs.iter().map(|run| u64::from(run.pages)).sum()
     }
 
     fn window(&mut self, model: u32) -> &mut Window {
@@ -246,24 +264,22 @@ fn is_next(control: &Control, id: u32, last: u32, place: u32, places: u32) -> bo
 }
 
 /// Asks for what the model's window covers and nobody has asked for.
-pub(super) fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
-    if control.model(id).is_none() {
-        return;
-    }
+fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
     let chunk_bytes = u64::from(core.chunk_pages) * core.page_bytes;
     // Kept pages and the buffers that demand needs come first.
     let room = core.arena.limit_bytes().saturating_sub(control.cached_bytes + 2 * chunk_bytes);
-    let limit = control.loads.ahead.window(id).bytes.min(room);
+    let limit = control.loads.ahead.window(id).bytes.min(room) / core.page_bytes;
     let mut asked = false;
     loop {
-        let pages = control.loads.pages_under_way(false) + control.loads.ahead.pages();
-        let free = limit.saturating_sub(pages * core.page_bytes) / core.page_bytes;
+        let ahead: u64 =
+            control.loads.ahead.window(id).asked.iter().map(|(_, pages)| u64::from(*pages)).sum();
         // Whole chunks, so that a window which is nearly full does not fall into single pages.
-        if free < u64::from(core.chunk_pages) {
+        if ahead + u64::from(core.chunk_pages) > limit {
             break;
         }
-        let Some((first, count)) = next_run(core, control, id) else { break };
+        let Some((at, first, count)) = next_run(core, control, id) else { break };
         control.loads.push(id, first, count, true);
+        control.loads.ahead.window(id).asked.push_back((at, count));
         asked = true;
     }
     if asked {
@@ -272,34 +288,31 @@ pub(super) fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
 }
 
 /// The next run of neighbouring pages, in pass order, that are neither on the card nor in staging memory nor
-/// on the way to either.
-fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u32, u32)> {
-    let Window { last, mut next, mut next_page, .. } = *control.loads.ahead.window(id);
+/// on the way to either: the count of places at which all of it is reached, its first page and its length.
+fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u64, u32, u32)> {
+    let window = control.loads.ahead.window(id);
+    let (last, gone, mut next, mut next_page) = (window.last?, window.gone, window.next, window.next_page);
     let model = control.model(id)?;
     let spans = model.order.spans();
-    if spans.is_empty() {
-        return None;
-    }
-    let mut run: Option<(u32, u32)> = None;
+    let places = u32::try_from(spans.len()).unwrap_or(u32::MAX);
+    let mut run: Option<(u64, u32, u32)> = None;
     let mut looks = 0;
     // A whole pass ahead there is nothing more to read.
-    'pass: while Some(next) != last && looks < LOOKS {
-        let Some(&span) = spans.get(next as usize) else {
-            next = 0;
-            continue;
-        };
+    'pass: while next != last && looks < LOOKS {
+        let Some(&span) = spans.get(next as usize) else { break };
         let pages = model.layout.spans()[span as usize].pages.clone();
         for page in pages.start.max(next_page)..pages.end {
             looks += 1;
-            if run.is_some_and(|(first, count)| (first..first + count).contains(&page)) {
+            if run.is_some_and(|(_, first, count)| (first..first + count).contains(&page)) {
                 continue;
             }
             let lacks = !control.is_present(id, page) && source_of(control, id, page).0 == Source::File;
+            let at = gone + u64::from(distance(last, next, places));
             run = match run {
-                None if lacks => Some((page, 1)),
+                None if lacks => Some((at, page, 1)),
                 None => None,
-                Some((first, count)) if lacks && first + count == page && count < core.chunk_pages => {
-                    Some((first, count + 1))
+                Some((_, first, count)) if lacks && first + count == page && count < core.chunk_pages => {
+                    Some((at, first, count + 1))
                 }
                 Some(_) => {
                     next_page = page;
@@ -308,10 +321,7 @@ fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u32, u32)> {
             };
         }
         next_page = 0;
-        next = if next as usize + 1 >= spans.len() { 0 } else { next + 1 };
-        if spans.len() == 1 {
-            break;
-        }
+        next = if next + 1 >= places { 0 } else { next + 1 };
     }
     let window = control.loads.ahead.window(id);
     (window.next, window.next_page) = (next, next_page);

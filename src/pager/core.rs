@@ -120,8 +120,6 @@ impl Page {
 pub(super) struct CachedRun {
     pub(super) buffer: StagingBuffer,
     pub(super) pages: u32,
-    /// The modelled time from which the bytes are there.
-    pub(super) available: ModelTime,
 }
 
 /// One model on the card.

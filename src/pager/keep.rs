@@ -33,9 +33,8 @@ pub(super) fn copy_cached(
     first: u32,
     count: u32,
 ) {
-    let available = control.model(id).and_then(|model| model.cache.get(&run)).map(|run| run.available);
     let pages = first..first + count;
-    let available = available.unwrap_or(ModelTime::ZERO);
+    let available = core.device.now();
     let copied = copy_pages(control, id, pages.clone(), 0, PageSource::Kept(run), available, core.page_bytes);
     if let Err(error) = copied {
         fail_pages(control, id, pages, 0, &error.into());
@@ -52,9 +51,9 @@ enum Fate {
     GiveBack,
 }
 
-/// Says what becomes of a buffer that holds `pages`, page by page: what will be streamed again is kept if
-/// the budget permits; with `unclaimed`, the time from which its bytes are there, what has no frame yet
-/// waits for one; the rest goes back.
+/// Says what becomes of a buffer that holds `pages`, page by page: with `unclaimed`, the time from which its
+/// bytes are there, what has no frame yet waits for one; what will be streamed again is kept if the budget
+/// permits; the rest goes back.
 pub(super) fn settle(
     core: &Core,
     control: &mut Control,
@@ -66,10 +65,10 @@ pub(super) fn settle(
     let kept_limit = kept_limit(core);
     let fate = |control: &Control, page: u32| {
         let streamed = control.model(id).is_some_and(|model| model.pages[page as usize].slot != NONE);
-        if streamed && control.cached_bytes + core.page_bytes <= kept_limit {
-            Fate::Keep
-        } else if unclaimed.is_some() && !control.is_present(id, page) {
+        if unclaimed.is_some() && !control.is_present(id, page) {
             Fate::Ahead
+        } else if streamed && control.cached_bytes + core.page_bytes <= kept_limit {
+            Fate::Keep
         } else {
             Fate::GiveBack
         }
@@ -94,7 +93,7 @@ pub(super) fn settle(
         match now {
             Fate::Keep => {
                 control.cached_bytes += buffer.len();
-                let run = CachedRun { buffer, pages: count, available };
+                let run = CachedRun { buffer, pages: count };
                 // A page that was asked for, taken away and asked for again is read twice.
                 let replaced = control.model_mut(id).and_then(|model| model.cache.insert(page, run));
                 control.cached_bytes -= replaced.map_or(0, |run| run.buffer.len());

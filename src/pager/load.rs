@@ -106,13 +106,9 @@ impl Loads {
             && self.queue.iter().any(|load| load.wanted && matches!(load.state, LoadState::Waiting))
     }
 
-    /// Pages of loads that are not copied yet, of those that have a buffer or of all.
-    pub(super) fn pages_under_way(&self, with_buffer: bool) -> u64 {
-        let counts = |load: &&Load| match load.state {
-            LoadState::Waiting => !with_buffer,
-            LoadState::Reading | LoadState::Read(Ok(_)) => true,
-            LoadState::Read(Err(_)) | LoadState::Cancelled => false,
-        };
+    /// Pages of loads that have a buffer and are not copied yet.
+    fn pages_under_way(&self) -> u64 {
+        let counts = |load: &&Load| matches!(load.state, LoadState::Reading | LoadState::Read(Ok(_)));
         self.queue.iter().filter(counts).map(|load| u64::from(load.count)).sum()
     }
 
@@ -252,7 +248,7 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
     // thread that comes by.
     let own_time = core.device.now();
     let mut place = 0;
-    let mut under_way = control.loads.pages_under_way(true) * core.page_bytes;
+    let mut under_way = control.loads.pages_under_way() * core.page_bytes;
     while place < control.loads.queue.len() && control.loads.reading < MOST_READS {
         let load = &control.loads.queue[place];
         if !matches!(load.state, LoadState::Waiting) {
@@ -351,7 +347,6 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
         core: Some(Arc::clone(core)),
         files,
         load: number,
-        model: id,
         first,
         count,
         available,
@@ -440,7 +435,6 @@ struct PageRead {
     core: Option<Arc<Core>>,
     files: Option<(Arc<TensorIndex>, Arc<PageLayout>)>,
     load: u64,
-    model: u32,
     first: u32,
     count: u32,
     available: ModelTime,
@@ -454,7 +448,6 @@ impl Default for PageRead {
             core: None,
             files: None,
             load: 0,
-            model: NONE,
             first: 0,
             count: 0,
             available: ModelTime::ZERO,
@@ -495,7 +488,7 @@ impl ReadJob for PageRead {
         let mut control = core.control.lock();
         // On a modelled clock this thread is free again when its bytes have come.
         core.device.set_now(self.available);
-        let (load, model) = (self.load, self.model);
+        let load = self.load;
         control.loads.reading -= 1;
         if control.loads.spare.len() < MOST_READS {
             control.loads.spare.push(self);
@@ -506,7 +499,6 @@ impl ReadJob for PageRead {
             None => drop(result),
         }
         pump(&core, &mut control);
-        ahead::refill(&core, &mut control, model);
         drop(control);
         core.changed.notify_all();
     }

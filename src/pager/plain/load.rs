@@ -179,13 +179,13 @@ fn load_chunk(
         return Ok(());
     }
     if let Some(kept) = control.model_mut(id).and_then(|model| model.cache.remove(&chunk)) {
-        let CachedRun { mut buffer, pages, available } = kept;
+        let CachedRun { mut buffer, pages } = kept;
         let copied = copy(control, id, span, number, run, Some(&buffer), core.device.now());
         if let Ok(fence) = &copied {
             buffer.read_until(fence.clone());
         }
         if let Some(model) = control.model_mut(id) {
-            model.cache.insert(chunk, CachedRun { buffer, pages, available });
+            model.cache.insert(chunk, CachedRun { buffer, pages });
         }
         copied?;
         return Ok(());
@@ -205,7 +205,7 @@ fn load_chunk(
         model.counts.file_bytes += file_bytes;
         if keep {
             let pages = u32::try_from(length / core.page_bytes).unwrap_or(u32::MAX);
-            model.cache.insert(chunk, CachedRun { buffer, pages, available });
+            model.cache.insert(chunk, CachedRun { buffer, pages });
             control.cached_bytes += length;
         }
     }

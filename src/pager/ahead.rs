@@ -21,6 +21,7 @@ use super::core::{Control, Core};
 use super::frames::{NONE, Role};
 use super::keep;
 use super::load::{Source, fail_pages, pump, source_of};
+use super::mutations::Mutation;
 use super::reclaim::{self, TakeFrom};
 use crate::staging::StagingBuffer;
 use crate::units::ModelTime;
@@ -209,8 +210,8 @@ pub(super) fn copy_run(core: &Arc<Core>, control: &mut Control, place: usize, fi
     core.device.set_now(own_time.max(available));
     let source = PageSource::Buffer(&buffer, first);
     match copy_pages(control, id, first..end, 0, source, available, core.page_bytes) {
-        Ok(Some(fence)) => buffer.read_until(fence),
-        Ok(None) => {}
+        Ok(Some(fence)) if !control.mutated.by(Mutation::StagingWithoutWait) => buffer.read_until(fence),
+        Ok(_) => {}
         Err(error) => fail_pages(control, id, first..end, 0, &error.into()),
     }
     keep::settle(core, control, id, first..end, buffer, None);
@@ -278,7 +279,7 @@ fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
             break;
         }
         let Some((at, first, count)) = next_run(core, control, id) else { break };
-        control.loads.push(id, first, count, true);
+        control.loads.ask_ahead(id, first, count);
         control.loads.ahead.window(id).asked.push_back((at, count));
         asked = true;
     }

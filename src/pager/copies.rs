@@ -12,6 +12,7 @@ use super::convert::{self, CopySource};
 use super::core::{Control, Core};
 use super::frames::{NONE, PageKey};
 use super::load::{fail_pages, page_span};
+use super::mutations::Mutation;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::units::ModelTime;
@@ -113,6 +114,7 @@ fn copy_wanted(
     available: ModelTime,
     page_bytes: u64,
 ) -> Result<Option<Fence>, DeviceError> {
+    let skips = control.mutated.by(Mutation::SlotWithoutWait);
     let Control { frames, engine, models, scratch, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
     let waits = |page: u32| {
@@ -148,9 +150,9 @@ fn copy_wanted(
         let mut last: Option<&Fence> = None;
         for &page in wanted {
             let info = frames.info(model.pages[page as usize].frame);
-            let arrive = info.arrive.as_ref().filter(|_| !in_order);
-            for fence in info.uses.iter().map(|(_, fence)| fence).chain(arrive) {
-                if last.is_none_or(|last| !last.is_same(fence)) {
+            let needed = if in_order { info.uses.len() } else { usize::MAX };
+            for fence in info.before_copy().take(needed) {
+                if !skips && last.is_none_or(|last| !last.is_same(fence)) {
                     batch.wait(fence)?;
                     last = Some(fence);
                 }
@@ -189,11 +191,7 @@ fn copy_wanted(
         kept.buffer.read_until(fence.clone());
     }
     for &page in wanted {
-        let info = frames.info_mut(model.pages[page as usize].frame);
-        info.uses.clear();
-        info.loading = 0;
-        info.fresh = true;
-        info.arrive = Some(fence.clone());
+        frames.info_mut(model.pages[page as usize].frame).copied(fence.clone());
     }
     Ok(Some(fence))
 }

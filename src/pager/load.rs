@@ -24,15 +24,19 @@ use super::error::PagerError;
 use super::frames::{NONE, PageKey};
 use super::keep;
 pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
+use super::mutations::Mutation;
 use crate::staging::StagingBuffer;
 use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
-/// The loads under way, oldest first.
+/// What a read gave: a buffer with the bytes, and how many came from files.
+type ReadResult = Result<(StagingBuffer, u64), PagerError>;
+
+/// The loads under way, oldest first. `R` is what a read gives.
 #[derive(Debug)]
-pub(super) struct Loads {
-    queue: VecDeque<Load>,
+pub(super) struct Loads<R = ReadResult> {
+    queue: VecDeque<Load<R>>,
     /// The number of the next load; zero is no load.
     next: u64,
     reading: usize,
@@ -42,7 +46,7 @@ pub(super) struct Loads {
 }
 
 #[derive(Debug)]
-struct Load {
+struct Load<R = ReadResult> {
     id: u64,
     model: u32,
     first: u32,
@@ -51,7 +55,7 @@ struct Load {
     wanted: bool,
     /// Whether it was asked for ahead.
     ahead: bool,
-    state: LoadState,
+    state: LoadState<R>,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
     /// The modelled time from which a page waits for it.
@@ -59,11 +63,11 @@ struct Load {
 }
 
 #[derive(Debug)]
-enum LoadState {
+enum LoadState<R = ReadResult> {
     /// For a buffer.
     Waiting,
     Reading,
-    Read(Result<(StagingBuffer, u64), PagerError>),
+    Read(R),
     /// Its model is gone.
     Cancelled,
 }
@@ -84,7 +88,18 @@ pub(super) enum Source {
 /// Jobs kept for their memory, and reads under way at once at most.
 const MOST_READS: usize = MAX_JOBS / 2;
 
-impl Loads {
+/// What a fault must wait for whose bytes are on the way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum WaitFor {
+    /// Nothing is under way.
+    Nothing,
+    /// The signal that a load went on.
+    Signal,
+    /// A staging buffer: nobody reads, so nobody will signal.
+    Buffer,
+}
+
+impl<R> Loads<R> {
     pub(super) fn new() -> Self {
         Self {
             queue: VecDeque::with_capacity(64),
@@ -100,16 +115,88 @@ impl Loads {
         self.queue.iter().filter(|load| load.wanted).count()
     }
 
-    /// Whether nothing will happen until a buffer comes free.
-    pub(super) fn is_starved(&self) -> bool {
-        self.reading == 0
-            && self.queue.iter().any(|load| load.wanted && matches!(load.state, LoadState::Waiting))
+    /// What a fault must wait for whose bytes are not there yet. The caller has just tried to go on.
+    pub(super) fn wait_for(&self) -> WaitFor {
+        let waits = |load: &Load<R>| load.wanted && matches!(load.state, LoadState::Waiting);
+        if self.reading == 0 && self.queue.iter().any(waits) {
+            WaitFor::Buffer
+        } else if self.outstanding() == 0 {
+            WaitFor::Nothing
+        } else {
+            WaitFor::Signal
+        }
     }
 
     /// Pages of loads that have a buffer and are not copied yet.
     fn pages_under_way(&self) -> u64 {
-        let counts = |load: &&Load| matches!(load.state, LoadState::Reading | LoadState::Read(Ok(_)));
+        let counts = |load: &&Load<R>| matches!(load.state, LoadState::Reading | LoadState::Read(_));
         self.queue.iter().filter(counts).map(|load| u64::from(load.count)).sum()
+    }
+
+    /// Asks for a run of pages that are wanted; answers the load's number.
+    fn ask(&mut self, model: u32, first: u32, count: u32) -> u64 {
+        self.push(model, first, count, false)
+    }
+
+    /// Asks for a run of pages ahead of their being wanted.
+    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32) {
+        self.push(model, first, count, true);
+    }
+
+    fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.queue.push_back(Load {
+            id,
+            model,
+            first,
+            count,
+            wanted: !ahead,
+            ahead,
+            state: LoadState::Waiting,
+            available: ModelTime::ZERO,
+            wanted_at: ModelTime::ZERO,
+        });
+        id
+    }
+
+    /// The place of the first load from `place` on that waits for a buffer.
+    fn next_waiting(&self, place: usize) -> Option<usize> {
+        let mut loads = self.queue.iter().enumerate().skip(place);
+        loads.find(|(_, load)| matches!(load.state, LoadState::Waiting)).map(|(place, _)| place)
+    }
+
+    /// The load at `place` is being read; its bytes are there from `available` on.
+    fn begin(&mut self, place: usize, available: ModelTime) {
+        let load = &mut self.queue[place];
+        load.state = LoadState::Reading;
+        load.available = available;
+        self.reading += 1;
+    }
+
+    /// The read of load `id` ended, well or not.
+    fn finish(&mut self, id: u64, result: R) {
+        self.reading -= 1;
+        if let Some(load) = self.queue.iter_mut().find(|load| load.id == id) {
+            load.state = LoadState::Read(result);
+        }
+    }
+
+    /// Takes the oldest load out if its read has ended; skips those whose models are gone.
+    fn pop_read(&mut self) -> Option<(Load<R>, R)> {
+        loop {
+            let front = self.queue.front()?;
+            if matches!(front.state, LoadState::Waiting | LoadState::Reading) {
+                return None;
+            }
+            let mut load = self.queue.pop_front()?;
+            let LoadState::Read(result) = std::mem::replace(&mut load.state, LoadState::Cancelled) else {
+                continue;
+            };
+            if load.model != NONE {
+                return Some((load, result));
+            }
+        }
     }
 
     /// Forgets the loads of a model that goes away.
@@ -129,27 +216,9 @@ impl Loads {
         }
         self.ahead.drop_runs(model);
     }
-
-    /// Asks for a run of pages; it is wanted from now on, or `ahead` of that.
-    pub(super) fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
-        let id = self.next;
-        self.next += 1;
-        self.queue.push_back(Load {
-            id,
-            model,
-            first,
-            count,
-            wanted: !ahead,
-            ahead,
-            state: LoadState::Waiting,
-            available: ModelTime::ZERO,
-            wanted_at: ModelTime::ZERO,
-        });
-        id
-    }
 }
 
-impl Load {
+impl<R> Load<R> {
     fn cancel(&mut self) {
         if matches!(self.state, LoadState::Reading) {
             // The reader still owns the buffer; its result is dropped.
@@ -199,7 +268,7 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
                     count += 1;
                 }
                 if !copy_from_mapping(core, control, id, page, count) {
-                    let number = control.loads.push(id, page, count, false);
+                    let number = control.loads.ask(id, page, count);
                     await_load(control, id, page, count, number);
                 }
             }
@@ -247,35 +316,29 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
     // Looking for room asks the device; on a modelled clock that costs nobody's time, since it may be any
     // thread that comes by.
     let own_time = core.device.now();
-    let mut place = 0;
+    let mut from = 0;
     let mut under_way = control.loads.pages_under_way() * core.page_bytes;
-    while place < control.loads.queue.len() && control.loads.reading < MOST_READS {
-        let load = &control.loads.queue[place];
-        if !matches!(load.state, LoadState::Waiting) {
-            place += 1;
-            continue;
-        }
-        let count = load.count;
+    while let Some(place) = control.loads.next_waiting(from) {
+        from = place + 1;
+        let count = control.loads.queue[place].count;
         let after = under_way + u64::from(count) * core.page_bytes;
-        if after > read_depth(core) && control.loads.reading > 0 {
+        let reading = control.loads.reading;
+        if reading >= MOST_READS || after > read_depth(core) && reading > 0 {
             break;
         }
         let taken = match core.arena.take(count) {
-            Ok(None) if control.loads.reading == 0 => take_part(core, control, place),
+            Ok(None) if reading == 0 => take_part(core, control, place),
             taken => taken.map_err(PagerError::from),
         };
         core.device.set_now(own_time);
-        let state = match taken {
-            Ok(Some(buffer)) => start_read(core, control, place, buffer),
+        match taken {
+            Ok(Some(buffer)) => {
+                under_way += u64::from(control.loads.queue[place].count) * core.page_bytes;
+                start_read(core, control, place, buffer);
+            }
             Ok(None) => break,
-            Err(error) => LoadState::Read(Err(error)),
-        };
-        let load = &mut control.loads.queue[place];
-        if matches!(state, LoadState::Reading) {
-            under_way += u64::from(load.count) * core.page_bytes;
+            Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error)),
         }
-        load.state = state;
-        place += 1;
     }
     drain(core, control);
 }
@@ -335,10 +398,13 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
 }
 
 /// Hands a load and its buffer to a reader.
-fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) -> LoadState {
+fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) {
     let load = &control.loads.queue[place];
     let (id, number, first, count) = (load.model, load.id, load.first, load.count);
-    let Some(model) = control.model(id) else { return LoadState::Cancelled };
+    let Some(model) = control.model(id) else {
+        control.loads.queue[place].state = LoadState::Cancelled;
+        return;
+    };
     let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
     let bytes = model.layout.content_bytes(page_span(core, first, count));
     let available = core.device.schedule_read(bytes);
@@ -353,20 +419,13 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
         buffer: Some(buffer),
         read: Ok(0),
     };
-    control.loads.queue[place].available = available;
-    control.loads.reading += 1;
+    control.loads.begin(place, available);
     core.readers.submit(job);
-    LoadState::Reading
 }
 
 /// Enqueues the copies of the oldest loads, as far as they were read.
 fn drain(core: &Arc<Core>, control: &mut Control) {
-    while let Some(front) = control.loads.queue.front() {
-        if matches!(front.state, LoadState::Waiting | LoadState::Reading) {
-            break;
-        }
-        let Some(load) = control.loads.queue.pop_front() else { break };
-        let LoadState::Read(result) = load.state else { continue };
+    while let Some((load, result)) = control.loads.pop_read() {
         let (id, pages) = (load.model, load.first..load.first + load.count);
         let Some(model) = control.model_mut(id) else { continue };
         model.counts.file_bytes += result.as_ref().map_or(0, |(_, bytes)| *bytes);
@@ -386,7 +445,9 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             let source = PageSource::Buffer(&buffer, pages.start);
             let fence =
                 copy_pages(control, id, pages.clone(), load.id, source, load.available, core.page_bytes)?;
-            if let Some(fence) = fence {
+            if let Some(fence) = fence
+                && !control.mutated.by(Mutation::StagingWithoutWait)
+            {
                 buffer.read_until(fence);
             }
             keep::settle(core, control, id, pages.clone(), buffer, unclaimed);
@@ -489,17 +550,16 @@ impl ReadJob for PageRead {
         // On a modelled clock this thread is free again when its bytes have come.
         core.device.set_now(self.available);
         let load = self.load;
-        control.loads.reading -= 1;
         if control.loads.spare.len() < MOST_READS {
             control.loads.spare.push(self);
         }
-        match control.loads.queue.iter_mut().find(|waiting| waiting.id == load) {
-            Some(waiting) => waiting.state = LoadState::Read(result),
-            // It was cancelled: the buffer goes back.
-            None => drop(result),
-        }
+        control.loads.finish(load, result);
         pump(&core, &mut control);
         drop(control);
         core.changed.notify_all();
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "load_models.rs"]
+mod models;

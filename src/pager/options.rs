@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use super::mutations::Mutated;
 use super::plan::RingSize;
 use crate::weights::{Dtype, MappedFile, TensorIndex, WeightFile, WeightsError};
 
@@ -37,6 +38,20 @@ pub struct PagerOptions {
     pub prefetch_loads: usize,
     /// Where copies take their bytes from.
     pub source: WeightSource,
+    #[cfg(test)]
+    pub(crate) mutated: Mutated,
+}
+
+impl PagerOptions {
+    /// The mistake that a unit test built in; none otherwise.
+    #[inline]
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "asked in tests alone"))]
+    pub(super) fn mutated(&self) -> Mutated {
+        #[cfg(test)]
+        return self.mutated;
+        #[cfg(not(test))]
+        Mutated::default()
+    }
 }
 
 impl Default for PagerOptions {
@@ -53,6 +68,8 @@ impl Default for PagerOptions {
             copy_ahead_bytes: None,
             prefetch_loads: 8,
             source: WeightSource::read(),
+            #[cfg(test)]
+            mutated: Mutated::default(),
         }
     }
 }

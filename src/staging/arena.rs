@@ -20,7 +20,7 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::blocks::{Block, Pending, Run, State};
+use super::blocks::{Block, Run, State};
 use super::buffer::StagingBuffer;
 use crate::device::{DeviceError, Fence, HostBlock, SharedDevice};
 use crate::units::{MIB, format_size};
@@ -166,7 +166,6 @@ impl Arena {
         let Some((run, start)) = found.and_then(|run| Some((run, state.block(run.block)?.start))) else {
             return Ok(None);
         };
-        state.used_slots += u64::from(slots);
         let offset = usize::try_from(u64::from(run.slot) * self.slot_bytes()).unwrap_or(usize::MAX);
         let copies = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(2));
         let start = std::ptr::with_exposed_provenance_mut(start.wrapping_add(offset));
@@ -249,7 +248,8 @@ impl Arena {
                 return Err(StagingError::NoMemory { asked: bytes, held, limit: state.limit_bytes, source });
             }
         };
-        state.add(Block::new(memory, block_slots));
+        let (start, bytes) = (memory.start().expose_provenance(), memory.bytes());
+        state.add_block(memory, start, bytes, block_slots);
         self.start_locker(state);
         self.shared.work.notify_one();
         Ok(true)
@@ -284,6 +284,11 @@ impl Arena {
         }
     }
 
+    /// Tells the device that the host writes to this memory now.
+    pub(super) fn host_write(&self, start: *mut u8, bytes: u64) -> Result<(), DeviceError> {
+        self.shared.device.host_write(start, bytes)
+    }
+
     /// An empty list of fences.
     pub(super) fn spare_list(&self) -> Vec<Fence> {
         self.shared.state.lock().spare.pop().unwrap_or_else(|| Vec::with_capacity(2))
@@ -291,17 +296,7 @@ impl Arena {
 
     pub(super) fn give_back(&self, run: Run, mut copies: Vec<Fence>) {
         let mut state = self.shared.state.lock();
-        copies.retain(|fence| !fence.is_done().unwrap_or(false));
-        match copies.pop() {
-            // The newest copy is enough only if it is the only one; others wait in line behind it.
-            Some(fence) => {
-                for other in copies.drain(..) {
-                    state.pending.push(Pending { run: Run { slots: 0, ..run }, fence: other });
-                }
-                state.pending.push(Pending { run, fence });
-            }
-            None => state.release(run),
-        }
+        state.give_back(run, &mut copies);
         state.spare.push(copies);
         drop(state);
         self.shared.changed.notify_all();

@@ -1,28 +1,29 @@
 //! The lists behind an arena: its blocks, their free slots, and the runs that copies still read.
 //!
-//! Plain values behind the arena's one lock. Only asks fences, never waits for one.
+//! Plain values behind the arena's one lock. Only asks fences, never waits for one. `M` is a block's memory
+//! and `F` what says that a copy is done: those of a device, but for the models of the hand-over.
 
 #![deny(unsafe_code)]
 
 use crate::device::{DeviceError, Fence, HostBlock};
 
 /// What the arena's lock protects.
-pub(super) struct State {
+pub(super) struct State<M = HostBlock, F = Fence> {
     pub(super) limit_bytes: u64,
-    pub(super) blocks: Vec<Option<Block>>,
-    pub(super) pending: Vec<Pending>,
+    pub(super) blocks: Vec<Option<Block<M>>>,
+    pub(super) pending: Vec<Pending<F>>,
     pub(super) used_slots: u64,
     /// Page-locking failed before: no more of it is tried until the limit is set anew.
     pub(super) lock_refused: bool,
     /// The arena goes away.
     pub(super) stop: bool,
     /// Lists of fences that buffers gave back, kept for their memory.
-    pub(super) spare: Vec<Vec<Fence>>,
+    pub(super) spare: Vec<Vec<F>>,
 }
 
-pub(super) struct Block {
+pub(super) struct Block<M = HostBlock> {
     /// `None` while it is being page-locked.
-    pub(super) memory: Option<HostBlock>,
+    pub(super) memory: Option<M>,
     /// The address of the first byte, which stays while the memory is away.
     pub(super) start: usize,
     pub(super) bytes: u64,
@@ -42,31 +43,42 @@ pub(super) struct Run {
 
 /// A run that was given back while a copy read it. Other fences of the same run stand before it, without
 /// slots.
-pub(super) struct Pending {
+pub(super) struct Pending<F = Fence> {
     pub(super) run: Run,
-    pub(super) fence: Fence,
+    pub(super) fence: F,
+}
+
+/// What says whether a copy is done.
+pub(super) trait CopyDone {
+    fn is_done(&self) -> Result<bool, DeviceError>;
+}
+
+impl CopyDone for Fence {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        Fence::is_done(self)
+    }
 }
 
 impl Block {
-    /// A block of `slots` free slots.
-    pub(super) fn new(memory: HostBlock, slots: u32) -> Self {
-        let mut free = vec![u64::MAX; slots.div_ceil(64) as usize];
-        let tail = slots % 64;
-        if tail > 0
-            && let Some(last) = free.last_mut()
-        {
-            *last = (1 << tail) - 1;
-        }
-        let start = memory.start().expose_provenance();
-        Self { start, bytes: memory.bytes(), memory: Some(memory), slots, free, free_slots: slots }
-    }
-
     pub(super) fn is_page_locked(&self) -> bool {
         self.memory.as_ref().is_some_and(HostBlock::is_page_locked)
     }
 }
 
 impl State {
+    /// Takes the memory of a block that is to be page-locked next, with the block's place.
+    pub(super) fn take_unlocked(&mut self) -> Option<(usize, HostBlock)> {
+        if self.lock_refused {
+            return None;
+        }
+        self.blocks.iter_mut().enumerate().find_map(|(index, block)| {
+            let memory = &mut block.as_mut()?.memory;
+            memory.take_if(|memory| !memory.is_page_locked()).map(|memory| (index, memory))
+        })
+    }
+}
+
+impl<M, F: CopyDone> State<M, F> {
     pub(super) fn new(limit_bytes: u64) -> Self {
         Self {
             limit_bytes,
@@ -79,7 +91,7 @@ impl State {
         }
     }
 
-    pub(super) fn block(&self, index: u32) -> Option<&Block> {
+    pub(super) fn block(&self, index: u32) -> Option<&Block<M>> {
         self.blocks.get(index as usize).and_then(Option::as_ref)
     }
 
@@ -92,22 +104,34 @@ impl State {
         self.blocks.iter().flatten().any(|block| block.memory.is_none())
     }
 
-    /// Takes the memory of a block that is to be page-locked next, with the block's place.
-    pub(super) fn take_unlocked(&mut self) -> Option<(usize, HostBlock)> {
-        if self.lock_refused {
-            return None;
+    /// Adds a block of `slots` free slots: `bytes` of memory that begins at `start`.
+    pub(super) fn add_block(&mut self, memory: M, start: usize, bytes: u64, slots: u32) {
+        let mut free = vec![u64::MAX; slots.div_ceil(64) as usize];
+        let tail = slots % 64;
+        if tail > 0
+            && let Some(last) = free.last_mut()
+        {
+            *last = (1 << tail) - 1;
         }
-        self.blocks.iter_mut().enumerate().find_map(|(index, block)| {
-            let memory = &mut block.as_mut()?.memory;
-            memory.take_if(|memory| !memory.is_page_locked()).map(|memory| (index, memory))
-        })
-    }
-
-    /// Adds a block.
-    pub(super) fn add(&mut self, block: Block) {
+        let block = Block { memory: Some(memory), start, bytes, slots, free, free_slots: slots };
         match self.blocks.iter_mut().find(|place| place.is_none()) {
             Some(place) => *place = Some(block),
             None => self.blocks.push(Some(block)),
+        }
+    }
+
+    /// Takes a run back that copies may still read: it is free once the last of them is done.
+    pub(super) fn give_back(&mut self, run: Run, copies: &mut Vec<F>) {
+        copies.retain(|fence| !fence.is_done().unwrap_or(false));
+        match copies.pop() {
+            // The newest copy is enough only if it is the only one; others wait in line behind it.
+            Some(fence) => {
+                for other in copies.drain(..) {
+                    self.pending.push(Pending { run: Run { slots: 0, ..run }, fence: other });
+                }
+                self.pending.push(Pending { run, fence });
+            }
+            None => self.release(run),
         }
     }
 
@@ -133,7 +157,7 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn release(&mut self, run: Run) {
+    fn release(&mut self, run: Run) {
         self.used_slots -= u64::from(run.slots);
         if let Some(block) = self.blocks.get_mut(run.block as usize).and_then(Option::as_mut) {
             for slot in run.slot..run.slot + run.slots {
@@ -143,7 +167,7 @@ impl State {
         }
     }
 
-    /// The first run of free slots, taken.
+    /// The first run of free slots, taken and counted as used.
     pub(super) fn find(&mut self, slots: u32) -> Option<Run> {
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let Some(block) = block else { continue };
@@ -155,6 +179,7 @@ impl State {
                     block.free[taken as usize / 64] &= !(1 << (taken % 64));
                 }
                 block.free_slots -= slots;
+                self.used_slots += u64::from(slots);
                 return Some(Run { block: u32::try_from(index).unwrap_or(u32::MAX), slot, slots });
             }
         }
@@ -189,6 +214,10 @@ fn first_run(free: &[u64], len: u32, wanted: u32) -> Option<u32> {
     }
     None
 }
+
+#[cfg(all(test, loom))]
+#[path = "arena_models.rs"]
+mod models;
 
 #[cfg(test)]
 mod tests {

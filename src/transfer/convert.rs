@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::device::{FloatType, cast};
+use crate::units::try_filled;
 use crate::weights::{Dtype, Extent, PageLayout, TensorIndex, WeightsError};
 
 /// The kernels' name for a type, if they know it.
@@ -55,7 +56,7 @@ pub fn read_extents(
     buffer: &mut [u8],
 ) -> Result<u64, WeightsError> {
     let mut read = 0;
-    let mut narrow = Vec::new();
+    let mut narrow: Vec<u8> = Vec::new();
     let mut joined = Joined::default();
     for extent in extents {
         if extent.from == extent.to || is_cast_on_card(&extent) {
@@ -66,10 +67,15 @@ pub fn read_extents(
         } else {
             let Some(file) = index.files().get(extent.file as usize) else { continue };
             let name = &index.tensor_info(extent.tensor).name;
-            narrow.resize(usize::try_from(extent.file_bytes).unwrap_or(usize::MAX), 0);
-            file.read_exact_at(extent.file_offset, &mut narrow, name)?;
+            let in_file = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
+            if narrow.len() < in_file {
+                let refuse = |source| WeightsError::NoMemory { file: file.path().to_owned(), source };
+                narrow = try_filled("a cast", in_file, 0).map_err(refuse)?;
+            }
+            let narrow = &mut narrow[..in_file];
+            file.read_exact_at(extent.file_offset, narrow, name)?;
             let Some(place) = part(buffer, extent.at - base, extent.device_bytes) else { continue };
-            cast_bytes(extent.from, &narrow, extent.to, place)
+            cast_bytes(extent.from, narrow, extent.to, place)
                 .map_err(|why| WeightsError::Layout { why: format!("tensor `{name}`: {why}") })?;
         }
         read += extent.file_bytes;

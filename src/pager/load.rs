@@ -42,6 +42,7 @@ pub(super) struct Loads<R = ReadResult> {
     reading: usize,
     pub(super) ahead: Ahead,
     /// Jobs that are done, kept for their memory.
+    #[expect(clippy::vec_box, reason = "the boxes are what is kept: the readers' queue takes boxed jobs")]
     spare: Vec<Box<PageRead>>,
 }
 
@@ -209,7 +210,7 @@ impl<R> Loads<R> {
 
     /// Forgets what was asked for ahead and is not wanted, of one model or of all.
     pub(super) fn cancel_ahead(&mut self, model: Option<u32>) {
-        for load in self.queue.iter_mut() {
+        for load in &mut self.queue {
             if !load.wanted && model.is_none_or(|model| load.model == model) {
                 load.cancel();
             }

@@ -112,6 +112,7 @@ impl Pager {
             page_loads: 0,
             ring_hand: 0,
             wanted: Vec::new(),
+            missing: Vec::new(),
             cached_bytes: 0,
             under_way: 0,
             releases: 0,
@@ -219,6 +220,7 @@ impl Pager {
         if casts {
             self.ensure_scratch()?;
         }
+        let mapped = core.options.source.map(&index)?;
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -251,6 +253,7 @@ impl Pager {
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),
+            mapped,
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,

@@ -36,7 +36,7 @@ use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
 use crate::units::ModelTime;
-use crate::weights::{PageLayout, TensorIndex};
+use crate::weights::{MappedFile, PageLayout, TensorIndex};
 
 /// What everybody who works with one card's pager shares.
 #[derive(Debug)]
@@ -77,6 +77,8 @@ pub(super) struct Control {
     pub(super) page_loads: u64,
     /// The pages of the copy that is being enqueued, kept for its memory.
     pub(super) wanted: Vec<u32>,
+    /// The list of a claim that is done, kept for its memory.
+    pub(super) missing: Vec<u32>,
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
@@ -178,6 +180,8 @@ pub(super) struct ModelState {
     /// No page at this place of the keep order or later has a frame of its own.
     pub(super) resident_end: u32,
     pub(super) cache: BTreeMap<u32, CachedRun>,
+    /// Its files, mapped, if its bytes are to be copied from there.
+    pub(super) mapped: Option<Box<[MappedFile]>>,
     /// Why the last load of a page failed, until the next is asked for.
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,

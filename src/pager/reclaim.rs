@@ -13,19 +13,16 @@ use std::time::Duration;
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
+use super::forecast::compute_in_copies;
 use super::frames::{NONE, PageKey, Role};
 use super::order::PassOrder;
 use super::plain;
 use super::plan::{RingSize, choose, plan};
 use super::ring;
 use crate::device::DeviceError;
-use crate::units::{GIB, Rate};
 
 /// How old a look at the device's memory may be while faults go on.
 pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
-
-/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
-const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
 /// Frames that may come or go without a new choice, however small the card.
 const SMALL_CHANGE: u32 = 4;
@@ -328,11 +325,9 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     let spans = model.order.spans().to_vec();
     let order_with =
         |whole: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, whole);
-    // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
-    let compute = model.compute_per_gib.map(|per_gib| {
-        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
-        f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
-    });
+    let compute = model
+        .compute_per_gib
+        .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, core.device.info().link));
     let choice = choose(order_with, &model.groups, pages_of, frames, compute);
     let other_order = choice.whole != model.choice.whole;
     model.choice = choice;

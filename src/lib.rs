@@ -22,6 +22,7 @@ pub mod pager;
 pub mod patcher;
 pub mod staging;
 mod sync;
+pub mod telemetry;
 pub mod transfer;
 pub mod units;
 pub mod weights;

@@ -5,9 +5,11 @@
 //! | `knobs` | the manager's settings, shrunk for small cards; durations |
 //! | `passes` | the model through the manager, and the passes |
 //! | `figures` | what is printed |
+//! | `outputs` | `--report` and `--trace` |
 
 mod figures;
 mod knobs;
+mod outputs;
 mod passes;
 
 use std::path::PathBuf;
@@ -15,7 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use vram_pager::device::{self, DeviceKind};
+use vram_pager::device::emulated::EmulatedDevice;
+use vram_pager::device::{self, DeviceError, DeviceKind, DeviceString, SharedDevice};
 use vram_pager::manager::VramState;
 use vram_pager::pager::PagerError;
 use vram_pager::units::format_size;
@@ -26,11 +29,13 @@ use crate::interrupt::Scratch;
 use crate::layouts::Model;
 use crate::output::{self, Failure};
 use crate::synth;
+pub(crate) use figures::Report;
 use figures::print_report;
-pub(crate) use figures::{Pass, Report};
 pub(crate) use knobs::headroom_for;
 use knobs::{parse_duration, parse_size_argument};
+use outputs::{OutputArgs, Outputs};
 pub(crate) use passes::passes;
+use passes::recorded_passes;
 
 /// Run every unit of a model in order on a device, several passes
 ///
@@ -41,7 +46,8 @@ pub(crate) use passes::passes;
 #[command(after_help = "Examples:\n  \
     vram-pager run model.safetensors --device emulated:24MiB,page=2MiB --passes 5 --verify\n  \
     vram-pager run model.safetensors.index.json --device emulated:8GiB,link=25GB/s --json\n  \
-    vram-pager run model.safetensors --device emulated:8GiB --compute-per-gib 30ms\n\n\
+    vram-pager run model.safetensors --device emulated:8GiB --compute-per-gib 30ms\n  \
+    vram-pager run model.safetensors --device emulated:8GiB --report run.html --trace run.json\n\n\
     Counts are of faults: a unit that is taken in pieces counts once a piece.\n\
     On a card below 4 GiB the inference floor, the reserve and the headroom shrink with it unless given.")]
 pub(crate) struct Args {
@@ -51,6 +57,9 @@ pub(crate) struct Args {
 
     #[command(flatten)]
     options: RunOptions,
+
+    #[command(flatten)]
+    outputs: OutputArgs,
 }
 
 /// The card, and what decides what stays on it: the same for `plan` and `run`.
@@ -174,7 +183,8 @@ impl RunOptions {
 pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     let index = Arc::new(TensorIndex::open(&args.file)?);
     let card = &args.options.card;
-    let device = device::open(&card.device).map_err(|error| Failure::BadInput(error.to_string()))?;
+    let outputs = Outputs::open(&args.outputs, &index, &args.file)?;
+    let (device, emulated) = open_device(&card.device)?;
     if card.compute_per_gib.is_some() && device.info().kind != DeviceKind::Emulated {
         eprintln!(
             "note: {} has a clock of its own: --compute-per-gib is a hint to its plan, and the times below hold \
@@ -182,13 +192,31 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
             device.info().name
         );
     }
-    let report = passes(&args.file, &index, &device, &args.options)?;
+    let report = if outputs.any() {
+        let (report, recording) = recorded_passes(&args.file, &index, &device, emulated, &args.options)?;
+        outputs.write(&recording)?;
+        report
+    } else {
+        passes(&args.file, &index, &device, &args.options)?
+    };
     if json {
         output::print_json(&report)?;
     } else {
         print_report(&report, &args.options)?;
     }
     judge(&report)
+}
+
+/// Opens a device; an emulated one also as what it is, so that its journal can be read.
+fn open_device(text: &str) -> Result<(SharedDevice, Option<Arc<EmulatedDevice>>), Failure> {
+    let refuse = |error: DeviceError| Failure::BadInput(error.to_string());
+    match text.parse().map_err(refuse)? {
+        DeviceString::Emulated(options) => {
+            let card = EmulatedDevice::open(options).map_err(refuse)?;
+            Ok((Arc::clone(&card) as SharedDevice, Some(card)))
+        }
+        _ => Ok((device::open(text).map_err(refuse)?, None)),
+    }
 }
 
 /// Runs the subcommand `demo`.

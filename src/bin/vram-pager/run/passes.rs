@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use vram_pager::device::SharedDevice;
+use vram_pager::device::emulated::EmulatedDevice;
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{
     Check, Guard, Mismatch, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream,
     VerifiedBy, Verifier,
 };
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
+use vram_pager::telemetry::{Recorder, Recording};
 use vram_pager::units::{GIB, ModelTime, format_size};
 use vram_pager::weights::{TensorIndex, UnitId};
 
@@ -33,6 +35,30 @@ pub(crate) fn passes(
     device: &SharedDevice,
     options: &RunOptions,
 ) -> Result<Report, Failure> {
+    Ok(do_passes(file, index, device, options, None)?.0)
+}
+
+/// As [`passes`], with a recording of them; `emulated` is the device, if it is one.
+pub(super) fn recorded_passes(
+    file: &Path,
+    index: &Arc<TensorIndex>,
+    device: &SharedDevice,
+    emulated: Option<Arc<EmulatedDevice>>,
+    options: &RunOptions,
+) -> Result<(Report, Recording), Failure> {
+    let (report, recording) = do_passes(file, index, device, options, Some(emulated))?;
+    let none = || Failure::Failed("the run was not recorded".to_owned());
+    Ok((report, recording.ok_or_else(none)?))
+}
+
+/// The passes; recorded if the outer option is there.
+fn do_passes(
+    file: &Path,
+    index: &Arc<TensorIndex>,
+    device: &SharedDevice,
+    options: &RunOptions,
+    record: Option<Option<Arc<EmulatedDevice>>>,
+) -> Result<(Report, Option<Recording>), Failure> {
     let total = device.info().total_bytes;
     let manager = Manager::new(std::slice::from_ref(device));
     set_knobs(&manager, total, options)?;
@@ -53,12 +79,16 @@ pub(crate) fn passes(
     manager
         .load_models_gpu(std::slice::from_ref(&patcher), LoadOptions::default())
         .map_err(|error| Failure::Failed(error.to_string()))?;
-    let run = Run::new(&model, options)?;
+    let mut run = Run::new(&model, options)?;
+    if let Some(emulated) = record {
+        run.recorder = Some(Recorder::new(&model, emulated, &run.streams, options.passes));
+    }
     let report_passes = run.all(options)?;
+    let recording = run.recorder.take().map(Recorder::finish);
     let figures = pager.figures();
     let counts = device.counts();
     let weights_bytes = model.figures().weights_bytes;
-    Ok(Report {
+    let report = Report {
         model: file.display().to_string(),
         device: DeviceReport {
             kind: device.info().kind.as_str(),
@@ -78,7 +108,8 @@ pub(crate) fn passes(
         verified_units: run.verified.load(Ordering::Relaxed),
         verified_by: run.verifier.as_ref().map(|verifier| verifier.verified_by().as_str()),
         mismatches: run.mismatched.load(Ordering::Relaxed),
-    })
+    };
+    Ok((report, recording))
 }
 
 /// One run over one model.
@@ -88,6 +119,7 @@ struct Run<'r> {
     compute_per_gib: Option<Duration>,
     quiet: bool,
     verifier: Option<Verifier>,
+    recorder: Option<Recorder>,
     streams: Vec<PagerStream>,
     bar: ProgressBar,
     next: AtomicU64,
@@ -131,6 +163,7 @@ impl<'r> Run<'r> {
             compute_per_gib: options.card.compute_per_gib,
             quiet: options.quiet,
             verifier,
+            recorder: None,
             streams,
             bar,
             next: AtomicU64::new(0),
@@ -145,21 +178,24 @@ impl<'r> Run<'r> {
     /// All passes; with several threads there is a barrier between two.
     fn all(&self, options: &RunOptions) -> Result<Vec<Pass>, Failure> {
         let mut passes = Vec::new();
+        let mut before = self.model.counts();
         for pass in 1..=options.passes {
             self.bar.set_prefix(pass.to_string());
             self.next.store(0, Ordering::Relaxed);
-            let before = self.model.counts();
             let begin = self.device.now();
             self.pass_end.store(begin.0, Ordering::Relaxed);
+            if let Some(recorder) = &self.recorder {
+                recorder.pass_begins(pass, &before);
+            }
             let wall = Instant::now();
             if let [stream] = self.streams.as_slice() {
-                self.thread(stream, None);
+                self.thread(stream, 0, None);
             } else {
                 let barrier = Barrier::new(self.streams.len());
                 std::thread::scope(|scope| {
-                    for stream in &self.streams {
+                    for (runner, stream) in (0..).zip(&self.streams) {
                         let barrier = &barrier;
-                        scope.spawn(move || self.thread(stream, Some((begin, barrier))));
+                        scope.spawn(move || self.thread(stream, runner, Some((begin, barrier))));
                     }
                 });
             }
@@ -171,6 +207,9 @@ impl<'r> Run<'r> {
             let counts = self.model.counts();
             let end = ModelTime(self.pass_end.load(Ordering::Relaxed));
             self.device.set_now(end);
+            if let Some(recorder) = &self.recorder {
+                recorder.pass_ends(end, &counts);
+            }
             passes.push(Pass {
                 number: pass,
                 h2d_bytes: counts.copied_bytes - before.copied_bytes,
@@ -181,25 +220,27 @@ impl<'r> Run<'r> {
                 modelled_ms: end.since(begin).as_secs_f64() * 1e3,
                 wall_ms: wall.elapsed().as_secs_f64() * 1e3,
             });
+            // What readers still bring between two passes counts for the next one.
+            before = counts;
         }
         self.bar.finish_and_clear();
         Ok(passes)
     }
 
     /// One thread's share of a pass.
-    fn thread(&self, stream: &PagerStream, shared: Option<(ModelTime, &Barrier)>) {
+    fn thread(&self, stream: &PagerStream, runner: u32, shared: Option<(ModelTime, &Barrier)>) {
         if let Some((begin, barrier)) = shared {
             self.device.set_now(begin);
             barrier.wait();
         }
-        if let Err(failure) = self.units(stream) {
+        if let Err(failure) = self.units(stream, runner) {
             self.failed.store(true, Ordering::Relaxed);
             self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
         }
         self.pass_end.fetch_max(self.device.now().0, Ordering::Relaxed);
     }
 
-    fn units(&self, stream: &PagerStream) -> Result<(), Failure> {
+    fn units(&self, stream: &PagerStream, runner: u32) -> Result<(), Failure> {
         let mut check = match &self.verifier {
             Some(verifier) => Some(verifier.begin(stream)?),
             None => None,
@@ -212,7 +253,7 @@ impl<'r> Run<'r> {
                 break;
             }
             let unit = UnitId(u32::try_from(next).unwrap_or(u32::MAX));
-            self.unit(unit, stream, check.as_mut())?;
+            self.unit(unit, stream, runner, check.as_mut())?;
             self.bar.inc(1);
         }
         if let Some(check) = &mut check {
@@ -226,6 +267,7 @@ impl<'r> Run<'r> {
         &self,
         unit: UnitId,
         stream: &PagerStream,
+        runner: u32,
         mut check: Option<&mut Check<'_>>,
     ) -> Result<(), Failure> {
         let pieces = self.model.pieces(unit)?;
@@ -235,7 +277,10 @@ impl<'r> Run<'r> {
         for piece in 0..pieces {
             interrupt::check()?;
             let deadline = Instant::now() + PATIENCE;
+            let begun = self.recorder.as_ref().map(|recorder| recorder.begin(runner));
             let guard: Guard<'_> = self.model.fault_piece_when_free(unit, piece, stream, deadline)?;
+            let begun = begun.zip(self.recorder.as_ref());
+            let begun = begun.map(|(begun, recorder)| (begun.faulted(recorder), recorder));
             if let Some(check) = check.as_deref_mut() {
                 check.tensors(&guard.tensors())?;
             }
@@ -244,6 +289,9 @@ impl<'r> Run<'r> {
                 stream.charge_compute(duration).map_err(PagerError::from)?;
             }
             guard.release();
+            if let Some((begun, recorder)) = begun {
+                recorder.step(begun, unit, piece, self.compute_per_gib.is_some());
+            }
             if let Some(check) = check.as_deref_mut()
                 && check.is_nearly_full()
             {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use vram_pager::device::emulated::Hold;
 
 use crate::settings::{VirtualMemory, parse_failure};
-use crate::state::{misuses, state};
+use crate::state::{misuses, nanoseconds, state};
 
 /// How long a hold lasts on the modelled clock: longer than any test's calls.
 const HELD: Duration = Duration::from_secs(1);
@@ -34,6 +34,24 @@ pub unsafe extern "C" fn vram_pager_standin_fail(text: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn vram_pager_standin_calls() -> u64 {
     state().calls()
+}
+
+/// Calls of one driver function since the failures were set.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_calls_of(name: *const c_char) -> u64 {
+    if name.is_null() {
+        return 0;
+    }
+    // SAFETY: a string that ends in a NUL, says the caller.
+    unsafe { CStr::from_ptr(name) }.to_str().map_or(0, |name| state().calls_of(name))
+}
+
+/// Nanoseconds that were spent inside driver calls, all threads together.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_nanoseconds() -> u64 {
+    nanoseconds()
 }
 
 /// How often misuse was told.

@@ -11,6 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::thread::ThreadId;
+use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::emulated::EmulatedDevice;
@@ -199,6 +200,11 @@ impl State {
         self.calls_by_name.clear();
     }
 
+    /// Calls of one name since the failures were set.
+    pub fn calls_of(&self, call: &str) -> u64 {
+        self.calls_by_name.get(call).copied().unwrap_or(0)
+    }
+
     /// Calls since the failures were set.
     pub fn calls(&self) -> u64 {
         self.calls
@@ -270,6 +276,13 @@ pub fn misuses() -> u64 {
     MISUSES.load(Ordering::Relaxed)
 }
 
+static NANOSECONDS: AtomicU64 = AtomicU64::new(0);
+
+/// The time that was spent inside driver calls, all threads together.
+pub fn nanoseconds() -> u64 {
+    NANOSECONDS.load(Ordering::Relaxed)
+}
+
 /// Tells of misuse.
 pub fn shout(call: &str, why: &str) {
     MISUSES.fetch_add(1, Ordering::Relaxed);
@@ -286,6 +299,14 @@ fn is_sticky(code: i32) -> bool {
 
 /// Runs a call's body and answers its code.
 pub fn answer(call: &'static str, body: impl FnOnce() -> Answer) -> c_int {
+    let began = Instant::now();
+    let code = answer_untimed(call, body);
+    let spent = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    NANOSECONDS.fetch_add(spent, Ordering::Relaxed);
+    code
+}
+
+fn answer_untimed(call: &'static str, body: impl FnOnce() -> Answer) -> c_int {
     let told = state().strike(call);
     let outcome = match told {
         Some(code) => Err(Fail::plain(code)),

@@ -9,12 +9,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
+use crate::sync::Owners;
 use crate::units::{DeviceAddress, DeviceRange};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
@@ -151,7 +151,7 @@ pub struct Fence {
 struct FenceSlot {
     event: Event,
     /// Clones of the fence that this event stands for now; zero while it lies in the pool.
-    owners: AtomicU32,
+    owners: Owners,
     pool: std::sync::Weak<FencePoolInner>,
 }
 
@@ -181,11 +181,11 @@ impl FencePool {
             Some(slot) => slot,
             None => Arc::new(FenceSlot {
                 event: Event::new(&self.device)?,
-                owners: AtomicU32::new(0),
+                owners: Owners::none(),
                 pool: Arc::downgrade(&self.inner),
             }),
         };
-        slot.owners.store(1, Ordering::Relaxed);
+        slot.owners.first();
         let fence = Fence { slot };
         fence.slot.event.record(stream.id())?;
         Ok(fence)
@@ -230,7 +230,7 @@ impl Fence {
 
 impl Clone for Fence {
     fn clone(&self) -> Self {
-        self.slot.owners.fetch_add(1, Ordering::Relaxed);
+        self.slot.owners.add();
         Self { slot: Arc::clone(&self.slot) }
     }
 }
@@ -243,12 +243,11 @@ impl fmt::Debug for Fence {
 
 impl Drop for Fence {
     fn drop(&mut self) {
-        // Release pairs with the acquire below: all owners' uses of the event come before its next record.
-        if self.slot.owners.fetch_sub(1, Ordering::Release) == 1 {
-            std::sync::atomic::fence(Ordering::Acquire);
-            if let Some(pool) = self.slot.pool.upgrade() {
-                pool.idle.lock().push(Arc::clone(&self.slot));
-            }
+        // All owners' uses of the event come before its next record.
+        if self.slot.owners.leave()
+            && let Some(pool) = self.slot.pool.upgrade()
+        {
+            pool.idle.lock().push(Arc::clone(&self.slot));
         }
     }
 }

@@ -264,7 +264,15 @@ impl Pager {
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
     /// is tried once more.
+    ///
+    /// # Errors
+    /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's
+    /// error if the memory is not there, or could never be.
     pub fn allocate(&self, stream: &PagerStream, bytes: u64) -> Result<PoolAllocation, PagerError> {
+        if stream.is_capturing()? {
+            let device = self.core.device.info().name.clone();
+            return Err(PagerError::AllocateWhileCapturing { device, bytes });
+        }
         allocate_on(&self.core, stream.stream(), bytes)
     }
 

@@ -104,6 +104,17 @@ pub enum PagerError {
         /// The unit, piece or rows.
         what: String,
     },
+    /// The stream is being captured into a graph: memory from the pool would belong to the graph then, and
+    /// not to the card's accounts.
+    #[error(
+        "{device}: {bytes} bytes for activations were asked for on a stream that is being captured into a graph; allocate before the capture and keep them for every replay"
+    )]
+    AllocateWhileCapturing {
+        /// The device's name.
+        device: String,
+        /// What was asked for.
+        bytes: u64,
+    },
     /// All 64 places for streams are taken.
     #[error("{device} has 64 registered streams already; drop one that is not used")]
     TooManyStreams {

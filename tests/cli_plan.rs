@@ -80,7 +80,9 @@ fn compare(file: &Path, device: &str, more: &[&str]) {
     let plan = object(&[&["plan"], &args[..]].concat());
     let run = object(&[&["run", "--passes", "6"], &args[..]].concat());
     let said = format!("{device} {more:?}\nplan {plan}\nrun {run}");
-    for key in ["resident_bytes", "ring_bytes", "headroom_bytes", "weights_bytes", "largest_streamed_part_bytes"] {
+    for key in
+        ["resident_bytes", "ring_bytes", "headroom_bytes", "weights_bytes", "largest_streamed_part_bytes"]
+    {
         assert_eq!(plan[key], run[key], "{key}: {said}");
     }
     assert_eq!(plan["device"]["total_bytes"], run["device"]["total_bytes"], "{said}");
@@ -147,11 +149,8 @@ fn the_smallest_card_runs_the_model_and_one_a_page_smaller_does_not() {
     for (_folder, file) in [uneven(), with_large_ones(), few_and_large()] {
         let on = |command: &str, card: u64| {
             let device = format!("emulated:{card},page=64KiB");
-            run(&[command, text(&file), "--device", &device, "--passes=3", "--json"][..if command == "run" {
-                6
-            } else {
-                4
-            }])
+            run(&[command, text(&file), "--device", &device, "--passes=3", "--json"]
+                [..if command == "run" { 6 } else { 4 }])
         };
         let plan = object(&["plan", text(&file), "--device", "emulated:5MiB,page=64KiB", "--json"]);
         let smallest = number(&plan, "smallest_card_bytes");

@@ -84,18 +84,18 @@ impl<'s> Canvas<'s> {
         &mut self,
         text: &str,
         at: (i32, i32),
-        side: Side,
+        anchor: Side,
         size: f64,
         color: RGBColor,
     ) -> io::Result<()> {
-        let side = match side {
+        let anchor = match anchor {
             Side::Left => HPos::Left,
             Side::Middle => HPos::Center,
             Side::Right => HPos::Right,
         };
         let font = ("system-ui, sans-serif", size * FONT_SCALE).into_font();
         // No parent to take a size from: the font's is absolute.
-        let style = font.into_text_style(&(0, 0)).color(&color).pos(Pos::new(side, VPos::Center));
+        let style = font.into_text_style(&(0, 0)).color(&color).pos(Pos::new(anchor, VPos::Center));
         self.backend.draw_text(text, &style, at).map_err(failed)
     }
 }

@@ -64,7 +64,13 @@ pub(super) fn draw(
         }
         let filled = shares(lane.spans, range, columns);
         if filled.iter().all(|share| *share <= 0.0) {
-            canvas.text(lane.empty, ((LEFT + RIGHT) / 2, top + LANE / 2), Side::Middle, SIZE, GREY)?;
+            canvas.text(
+                lane.empty,
+                (i32::midpoint(LEFT, RIGHT), top + LANE / 2),
+                Side::Middle,
+                SIZE,
+                GREY,
+            )?;
         }
         columns_of(&mut canvas, &filled, (top, bottom), lane.color)?;
     }

@@ -24,6 +24,7 @@ padding:0 20px}\
 h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:34px 0 4px}p{margin:4px 0 10px}\
 .say{font-size:16px}.how,figcaption{color:#6b7582;font-size:14px}\
 figure{margin:8px 0 0}svg{max-width:100%;height:auto;display:block}\
+svg rect{shape-rendering:crispEdges}\
 table{border-collapse:collapse;margin:8px 0;font-size:14px}\
 td,th{padding:3px 14px 3px 0;text-align:left;vertical-align:top}\
 th{color:#6b7582;font-weight:normal}tr+tr td{border-top:1px solid #eef0f3}\
@@ -229,7 +230,7 @@ fn timelines(
             Some(Marker { number, at: longest.time.start.after(longest.time.length() / 2) })
         })
         .collect();
-    writeln!(out, "<h2>The slowest steady pass: pass {}</h2>", pass.number)?;
+    writeln!(out, "<h2>The slowest pass after the first: pass {}</h2>", pass.number)?;
     figure(
         out,
         &lanes::draw(recording, pass.time, lanes_of(recording), &markers)?,
@@ -312,7 +313,7 @@ fn residency(recording: &Recording, out: &mut dyn Write) -> io::Result<()> {
 fn slow_units(recording: &Recording, slow: &[SlowUnit], out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "<h2>Units that runners waited for longest</h2>")?;
     if slow.is_empty() {
-        return writeln!(out, "<p>No runner waited for any unit in a steady pass.</p>");
+        return writeln!(out, "<p>No runner waited for any unit after the first pass.</p>");
     }
     let known = recording.source == TimeSource::Modelled;
     writeln!(

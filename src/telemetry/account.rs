@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::recording::{Recording, TimeSpan};
+use super::recording::{PassRecord, Recording, TimeSpan};
 use crate::units::ModelTime;
 
 /// Where the time of a pass went. The parts overlap: that is what paging is for.
@@ -46,22 +46,36 @@ pub struct SlowUnit {
 #[must_use]
 pub fn accounts(recording: &Recording) -> Vec<Account> {
     let runners = recording.runners.max(1);
-    recording
-        .passes
-        .iter()
-        .map(|pass| Account {
+    let link = by_pass(recording, recording.copies.iter().map(|copy| copy.time));
+    let compute = by_pass(recording, recording.compute.iter().map(|compute| compute.time));
+    let stalled = by_pass(recording, recording.stalls.iter().map(|stall| stall.time));
+    let parts = link.into_iter().zip(compute).zip(stalled);
+    let account =
+        |(pass, ((link, compute), stalled)): (&PassRecord, ((Duration, Duration), Duration))| Account {
             pass: pass.number,
             took: pass.time.length(),
-            link: within(recording.copies.iter().map(|copy| copy.time), pass.time),
-            compute: within(recording.compute.iter().map(|compute| compute.time), pass.time),
-            stalled: within(recording.stalls.iter().map(|stall| stall.time), pass.time) / runners,
+            link,
+            compute,
+            stalled: stalled / runners,
             copied_bytes: pass.copied_bytes,
-        })
-        .collect()
+        };
+    recording.passes.iter().zip(parts).map(account).collect()
 }
 
-fn within(spans: impl Iterator<Item = TimeSpan>, pass: TimeSpan) -> Duration {
-    spans.map(|span| span.within(pass)).sum()
+/// How much of the spans lies in each pass. Passes follow one another; there may be very many of both.
+fn by_pass(recording: &Recording, spans: impl Iterator<Item = TimeSpan>) -> Vec<Duration> {
+    let passes = &recording.passes;
+    let mut sums = vec![Duration::ZERO; passes.len()];
+    for span in spans {
+        let first = passes.partition_point(|pass| pass.time.end <= span.start);
+        for (pass, sum) in passes.iter().zip(&mut sums).skip(first) {
+            if pass.time.start >= span.end {
+                break;
+            }
+            *sum += span.within(pass.time);
+        }
+    }
+    sums
 }
 
 /// The passes that are steady: all but the first, which brings the model in, if there are others.
@@ -173,6 +187,6 @@ mod tests {
     fn a_span_counts_only_where_it_meets_the_pass() {
         assert_eq!(span(5, 20).within(span(10, 15)), Duration::from_nanos(5));
         assert_eq!(span(5, 9).within(span(10, 15)), Duration::ZERO);
-        assert_eq!(within([span(0, 12), span(14, 99)].into_iter(), span(10, 15)), Duration::from_nanos(3));
+        assert_eq!(span(0, 99).within(span(10, 15)), Duration::from_nanos(5));
     }
 }

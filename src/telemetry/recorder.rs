@@ -26,6 +26,9 @@ use crate::weights::UnitId;
 /// Operations and steps that are kept of each.
 const MOST: usize = 1 << 20;
 
+/// Passes whose ends are sampled for the residency map.
+const SAMPLED_ENDS: usize = 240;
+
 /// Hears a run.
 pub struct Recorder {
     model: Arc<PagedModel>,
@@ -119,8 +122,12 @@ impl Recorder {
         pass.time.end = end.max(pass.time.start);
         pass.copied_bytes = counts.copied_bytes.saturating_sub(heard.pass_began.copied_bytes);
         pass.file_bytes = counts.file_bytes.saturating_sub(heard.pass_began.file_bytes);
-        self.model.residency(&mut heard.states);
-        heard.residency.add(pass.number, &heard.states);
+        let number = pass.number;
+        // Beside the samples that are spread over the steps: of very many passes the first ones.
+        if heard.passes.len() <= SAMPLED_ENDS {
+            self.model.residency(&mut heard.states);
+            heard.residency.add(number, &heard.states);
+        }
     }
 
     /// A runner, by its place among the streams, is about to fault.

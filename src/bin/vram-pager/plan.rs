@@ -33,7 +33,8 @@ const LISTED: usize = 4;
 ///
 /// Only the file's header is read, and nothing is allocated on the device. Says what stays on the device,
 /// what crosses the link in each pass, how long a pass takes on a modelled clock, and which sizes of card
-/// would do. `run` with the same arguments does just that, if it has the device to itself.
+/// would do. `run` with the same arguments and one thread does just that, if it has the device to itself;
+/// --verify takes a little memory of its own.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  \
     vram-pager plan model.safetensors --device emulated:8GiB,link=25GB/s\n  \

@@ -125,13 +125,18 @@ fn share_of(range: TimeSpan, at: ModelTime) -> f64 {
 /// Borders of passes, and their numbers where there is room.
 fn passes(canvas: &mut Canvas<'_>, recording: &Recording, range: TimeSpan, foot: i32) -> io::Result<()> {
     let mut free_from = LEFT;
+    let mut line_from = LEFT;
     for pass in &recording.passes {
         if pass.time.end <= range.start || pass.time.start >= range.end {
             continue;
         }
         let x = between(LEFT, RIGHT, share_of(range, pass.time.start));
         let end = between(LEFT, RIGHT, share_of(range, pass.time.end.min(range.end)));
-        canvas.line((x, TOP - 6), (x, foot), GREY)?;
+        // Of very many passes not every border.
+        if x >= line_from {
+            canvas.line((x, TOP - 6), (x, foot), GREY)?;
+            line_from = x + 4;
+        }
         let label = format!("pass {}", pass.number);
         let middle = i32::midpoint(x, end);
         let half = width_of(&label, SIZE) / 2;

@@ -210,6 +210,14 @@ impl State {
         self.calls
     }
 
+    /// The same by name.
+    pub fn calls_by_name(&self) -> String {
+        let mut lines: Vec<String> =
+            self.calls_by_name.iter().map(|(name, calls)| format!("{name}={calls}\n")).collect();
+        lines.sort();
+        lines.concat()
+    }
+
     /// The card of a context.
     pub fn card_of(&mut self, context: usize) -> Option<&mut Card> {
         self.cards.iter_mut().flatten().find(|card| card.context == context)
@@ -283,9 +291,25 @@ pub fn nanoseconds() -> u64 {
     NANOSECONDS.load(Ordering::Relaxed)
 }
 
+/// Texts of misuse that are kept for a test to ask for.
+const MOST_TOLD: usize = 64;
+
+static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// What was told of misuse since this was asked last.
+pub fn take_told() -> Vec<String> {
+    std::mem::take(&mut *TOLD.lock())
+}
+
 /// Tells of misuse.
 pub fn shout(call: &str, why: &str) {
     MISUSES.fetch_add(1, Ordering::Relaxed);
+    {
+        let mut told = TOLD.lock();
+        if told.len() < MOST_TOLD {
+            told.push(format!("{call}: {why}"));
+        }
+    }
     eprintln!("cuda stand-in: MISUSE in {call}: {why}");
     if state().settings.abort_on_misuse {
         std::process::abort();

@@ -28,7 +28,14 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPr
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
+use crate::units::{try_filled, try_table};
 use crate::weights::{PageLayout, TensorId, TensorIndex};
+
+/// Bytes that making an order takes for a page, at most.
+const ORDER_BYTES: usize = 48;
+
+/// Bytes that a span's word and its places in orders take.
+const SPAN_BYTES: usize = 192;
 
 /// The pager of one card. Models are opened on it; they share its frames, its ring and its staging
 /// memory.
@@ -86,6 +93,7 @@ impl Pager {
         let readers = ReaderPool::new(options.readers)
             .map_err(|error| PagerError::Reader { model: info.name.clone(), why: error.to_string() })?;
         let control = Control {
+            mutated: options.mutated(),
             frames: Frames::new(device, page_bytes),
             engine: CopyEngine::new(device, options.copy_streams)?,
             streams: StreamTable::new(),
@@ -157,6 +165,10 @@ impl Pager {
         let total = core.device.info().total_bytes;
         let layout_options = layout_options(total, core.headroom(), core.page_bytes, options);
         let layout = Arc::new(PageLayout::new(&index, &layout_options)?);
+        let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
+        // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
+        let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;
+        drop(try_table::<u8>("a model's order", beside)?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
         let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
@@ -199,7 +211,7 @@ impl Pager {
             words: Arc::clone(&words),
             range,
             plain: own,
-            pages: vec![Page::ABSENT; pages as usize],
+            pages: table,
             order,
             learner: OrderLearner::new(spans as usize),
             groups,

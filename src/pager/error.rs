@@ -8,7 +8,7 @@
 
 use crate::device::DeviceError;
 use crate::staging::StagingError;
-use crate::units::format_size;
+use crate::units::{NoHostMemory, format_size};
 use crate::weights::WeightsError;
 
 /// An error of the pager.
@@ -24,6 +24,9 @@ pub enum PagerError {
     /// No staging memory could be had.
     #[error(transparent)]
     Staging(#[from] StagingError),
+    /// The host has no memory for the pager's own tables.
+    #[error(transparent)]
+    NoHostMemory(#[from] NoHostMemory),
     /// The unit, or the smallest piece of it, is larger than the card can give at best.
     #[error(
         "{model}: {what} needs {} on {device} at once ({need} bytes), and there could be at most {} ({limit} bytes){}",

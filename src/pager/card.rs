@@ -14,6 +14,7 @@ use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
+use super::forecast::{headroom_of, layout_options};
 use super::frames::Frames;
 use super::load::{self, Loads};
 use super::model::{Addresses, PagedModel};
@@ -29,17 +30,14 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPr
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
-use crate::units::{MIB, try_filled, try_table};
-use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
+use crate::units::{try_filled, try_table};
+use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// Bytes that making an order takes for a page, at most.
 const ORDER_BYTES: usize = 48;
 
 /// Bytes that a span's word and its places in orders take.
 const SPAN_BYTES: usize = 192;
-
-/// The default headroom: the smaller of this and 1/32 of the card.
-const DEFAULT_HEADROOM: u64 = 400 * MIB;
 
 /// The pager of one card. Models are opened on it; they share its frames, its ring and its staging
 /// memory.
@@ -88,7 +86,7 @@ impl Pager {
                 ),
             });
         }
-        let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
+        let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
         let arena = Arena::new(
@@ -169,20 +167,9 @@ impl Pager {
         options: &ModelOptions,
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
-        let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let (whole_bytes, piece_bytes) = match options.piece_bytes {
-            Some(piece) => (piece, piece),
-            None => (total / 2, total / 16),
-        };
-        let layout = Arc::new(PageLayout::new(
-            &index,
-            &LayoutOptions {
-                page_bytes: core.page_bytes,
-                whole_bytes,
-                piece_bytes: piece_bytes.max(core.page_bytes),
-                compute: options.compute,
-            },
-        )?);
+        let total = core.device.info().total_bytes;
+        let layout_options = layout_options(total, core.headroom(), core.page_bytes, options);
+        let layout = Arc::new(PageLayout::new(&index, &layout_options)?);
         let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
         // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
         let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;

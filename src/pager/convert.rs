@@ -164,6 +164,23 @@ fn copy_mapped(
     Ok(bytes)
 }
 
+/// The bytes that [`copy_run`] brings over the link for the model addresses `run`. Pure.
+pub(super) fn link_bytes(layout: &PageLayout, run: Range<u64>, cut: u64) -> u64 {
+    let mut bytes = 0;
+    let mut plain_end: Option<u64> = None;
+    for extent in cut_extents(layout, run, cut) {
+        if is_cast_on_card(&extent) {
+            plain_end = None;
+            bytes += extent.file_bytes;
+            continue;
+        }
+        let gap = plain_end.map_or(0, |end| extent.at - end);
+        bytes += extent.device_bytes + if gap <= COPIED_GAP { gap } else { 0 };
+        plain_end = Some(extent.at + extent.device_bytes);
+    }
+    bytes
+}
+
 /// Enqueues the patches of the model addresses `run`, whose bytes are there and not patched yet.
 pub(crate) fn patch_run(
     batch: &Batch<'_>,

@@ -193,7 +193,7 @@ fn a_model_and_a_card_larger_than_this_machine_are_planned_from_the_header_alone
 }
 
 #[test]
-fn a_plan_names_units_that_are_kept_whole_or_cut() {
+fn a_plan_names_units_that_are_kept_first_or_cut() {
     let (_folder, file) = few_and_large();
     let plan = object(&["plan", text(&file), "--device", "emulated:2MiB,page=64KiB", "--json"]);
     assert_eq!(plan["in_pieces"], json!(["blocks.000", "blocks.001", "blocks.002"]));

@@ -2,7 +2,6 @@
 
 #![cfg(all(feature = "cli", feature = "cuda"))]
 #![expect(unsafe_code, reason = "loads the stand-in")]
-#![expect(clippy::unwrap_used, reason = "helpers fail as a test does")]
 
 mod standin;
 

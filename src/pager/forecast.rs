@@ -64,8 +64,8 @@ pub struct Forecast {
     pub largest_streamed_part_bytes: u64,
     /// Bytes that cross the link in each pass: of tensors as they cross it, and small gaps between them.
     pub streamed_bytes: u64,
-    /// Units that are kept whole, so that they do not force a large ring.
-    pub kept_whole: Vec<UnitId>,
+    /// Units of which more is kept than of others, so that they do not force a large ring.
+    pub kept_first: Vec<UnitId>,
     /// Units that are too large for this card to be whole: they are faulted in pieces.
     pub in_pieces: Vec<UnitId>,
     /// The largest thing that must be on the card at once, if the card cannot give so much.
@@ -304,7 +304,7 @@ impl Seen {
             ring_bytes: 0,
             largest_streamed_part_bytes: 0,
             streamed_bytes: 0,
-            kept_whole: Vec::new(),
+            kept_first: Vec::new(),
             in_pieces,
             too_large: self.too_large(virtual_memory),
         }
@@ -326,16 +326,16 @@ impl Seen {
         let order_with = |first: &[Range<u32>]| {
             PassOrder::new((0..self.spans()).collect(), layout.page_count(), pages_of, first)
         };
-        let span = |span: u32| {
-            let bytes = &layout.spans()[span as usize].bytes;
-            (pages_of(span), bytes.end - bytes.start)
-        };
         let groups = ModelState::make_groups(layout, &std::collections::HashSet::new());
         let mut order = order_with(&[]);
         let pages = u32::try_from(order.pages().len()).unwrap_or(u32::MAX);
         let frames = if pages <= budget { budget } else { budget.min(pages.saturating_sub(1)) };
         let mut choice = Choice { first: Vec::new(), ring: options.ring };
         if options.ring == RingSize::Modelled && pages > budget {
+            let span = |number: u32| {
+                let bytes = &layout.spans()[number as usize].bytes;
+                (pages_of(number), bytes.end - bytes.start)
+            };
             let compute = model
                 .compute_per_gib
                 .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, card.link));
@@ -351,12 +351,14 @@ impl Seen {
         let (slots, streamed) = streamed(layout, &order, plan, ring);
         found.ring_bytes = u64::from(slots) * page_bytes;
         found.streamed_bytes = streamed;
-        found.kept_whole = (0_u32..)
+        let is_kept_first = |pages: &Range<u32>| {
+            choice.first.iter().any(|first| first.end == pages.end && first.start >= pages.start)
+        };
+        found.kept_first = (0_u32..)
             .zip(layout.units())
             .filter(|(_, unit)| {
                 let spans = &layout.spans()[unit.spans.start as usize..unit.spans.end as usize];
-                let is_first = |page: u32| choice.first.iter().any(|pages| pages.contains(&page));
-                spans.iter().any(|span| !span.pages.is_empty() && span.pages.clone().all(is_first))
+                spans.iter().any(|span| is_kept_first(&span.pages))
             })
             .map(|(unit, _)| UnitId(unit))
             .collect();

@@ -68,7 +68,7 @@ struct Report<'a> {
     streamed_bytes: u64,
     ring_bytes: u64,
     largest_streamed_part_bytes: u64,
-    kept_whole: Vec<&'a str>,
+    kept_first: Vec<&'a str>,
     in_pieces: Vec<&'a str>,
     link_ms: f64,
     compute_ms: f64,
@@ -204,7 +204,7 @@ fn report<'a>(
         streamed_bytes: found.streamed_bytes,
         ring_bytes: found.ring_bytes,
         largest_streamed_part_bytes: found.largest_streamed_part_bytes,
-        kept_whole: names(index, &found.kept_whole),
+        kept_first: names(index, &found.kept_first),
         in_pieces: names(index, &found.in_pieces),
         link_ms: link.duration(found.streamed_bytes).as_secs_f64() * 1e3,
         compute_ms: compute * gib,
@@ -286,8 +286,8 @@ fn print(report: &Report<'_>, index: &TensorIndex, found: &Forecast) -> Outcome 
                 }
             )?;
         }
-        if !report.kept_whole.is_empty() {
-            writeln!(out, "kept whole:     {}", listed(&report.kept_whole))?;
+        if !report.kept_first.is_empty() {
+            writeln!(out, "kept first:     {}", listed(&report.kept_first))?;
         }
         if !report.in_pieces.is_empty() {
             writeln!(out, "in pieces:      {}", listed(&report.in_pieces))?;

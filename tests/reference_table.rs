@@ -582,6 +582,27 @@ impl<'f> World<'f> {
         }
     }
 
+    /// When all pressure is over, a model that is alone and fits comes back to the card and stays there.
+    fn recovers(&mut self) -> Check {
+        self.activations.clear();
+        self.table.headroom = 0;
+        self.table.others = 0;
+        self.card.set_other_bytes(0);
+        self.pager.set_headroom(0).map_err(|error| format!("set_headroom: {error}"))?;
+        let open: Vec<usize> = (0..self.opened.len()).filter(|&row| self.opened[row].is_some()).collect();
+        let &[row] = open.as_slice() else { return Ok(()) };
+        self.table.models[row].set = 0;
+        let mut copied = Vec::new();
+        for _ in 0..4 {
+            for unit in 0..self.table.models[row].units.len() {
+                self.fault(row, unit, false)?;
+            }
+            copied.push(self.opened[row].as_ref().map_or(0, |opened| opened.model.counts().copied_bytes));
+        }
+        let fits = u64::from(self.table.models[row].pages) <= self.table.budget(self.pool());
+        ensure(!fits || copied[2] == copied[3], || format!("it fits, and is copied again: {copied:?}"))
+    }
+
     /// What holds after every operation.
     fn check(&mut self) -> Check {
         let figures = self.pager.figures();
@@ -647,6 +668,7 @@ fn play(files: &Files, case: &Case) -> Check {
         while !world.guards.is_empty() {
             world.release(0)?;
         }
+        world.recovers()?;
         let misuse = world.card.take_deferred();
         ensure(misuse.is_empty(), || format!("the card was misused: {misuse:?}"))
     }));

@@ -3,7 +3,7 @@
 //! calls of the card; and the card's streams move only when the schedule says so. Whatever the order, every
 //! byte under a guard is right, the card is never misused, nobody hangs and nothing is left.
 //!
-//! `VRAM_PAGER_SEED=n` runs one seed, `VRAM_PAGER_SCHEDULES=n` that many of them.
+//! `VRAM_PAGER_SEED=n` plays one seed many times, `VRAM_PAGER_SCHEDULES=n` so many seeds.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -317,24 +317,16 @@ fn play(seed: u64, broken: Broken) -> Result<Trace, String> {
     Err(format!("{}; the last choices: {:#?}", failures.join("; "), trace.last))
 }
 
-#[test]
-fn tmp_repeats() {
-    let mut same = 0;
-    for seed in 1..=40 {
-        let one = play(seed, Broken::Nothing).unwrap();
-        let two = play(seed, Broken::Nothing).unwrap();
-        same += u64::from(one.hash == two.hash);
-    }
-    println!("{same} of 40 repeat");
-}
+/// How often one seed is played, if it is asked for: what the system picks differs from time to time.
+const REPEATS: usize = 20;
 
-/// The seeds to play: one, so many, or those of the short form.
-fn seeds() -> std::ops::Range<u64> {
+/// The seeds to play: one, many times, or so many once, or those of the short form.
+fn seeds() -> Vec<u64> {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("VRAM_PAGER_SEED") {
-        return seed..seed + 1;
+        return vec![seed; REPEATS];
     }
-    1..1 + number("VRAM_PAGER_SCHEDULES").unwrap_or(100)
+    (1..=number("VRAM_PAGER_SCHEDULES").unwrap_or(200)).collect()
 }
 
 #[test]
@@ -352,7 +344,8 @@ fn manager_and_pager_are_right_in_every_schedule() {
         }
     }
     println!("{} schedules, {choices} choices, {real} of them between several ways", different.len());
-    assert_eq!(different.len() as u64, seeds().end - seeds().start, "schedules that repeat each other");
+    let seeds: std::collections::HashSet<u64> = seeds().into_iter().collect();
+    assert!(different.len() >= seeds.len(), "schedules that repeat each other");
     assert!(real > choices / 4, "{real} real choices of {choices}");
 }
 

@@ -4,7 +4,8 @@
 //! a stream is given may be held back too; then letting its next piece go is a choice like any other. A
 //! choice is made only when every thread of the process sleeps: those at seams, and those that wait for a
 //! lock, a signal or the card. So a thread that is stopped while it holds a lock stops nobody but those who
-//! want that lock, and the order of events follows from the seed, as far as the seams go.
+//! want that lock, and the order of events follows from the seed as far as the seams go: of two threads
+//! that want a lock at once between seams, the system picks one.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -52,6 +53,8 @@ struct Actor {
 struct State {
     on: bool,
     seed: u64,
+    /// One seam in so many stops a thread.
+    every: u64,
     /// By name, so that choices are in one order whichever thread came first.
     actors: BTreeMap<String, Actor>,
     names: HashMap<ThreadId, String>,
@@ -70,7 +73,8 @@ pub struct Scheduler {
 impl Scheduler {
     /// A scheduler that stops nobody yet. The calling thread is the driver: it is never stopped.
     pub fn new(seed: u64) -> Arc<Self> {
-        let state = State { seed: mix(seed), driver: Some(std::thread::current().id()), ..State::default() };
+        let driver = Some(std::thread::current().id());
+        let state = State { seed: mix(seed), every: 1 + seed % 3, driver, ..State::default() };
         Arc::new(Self { state: Mutex::new(state) })
     }
 
@@ -81,7 +85,8 @@ impl Scheduler {
         state.runners_left = runners;
     }
 
-    /// A place where the calling thread may be stopped. One seam in three does; a runner's `step` always.
+    /// A place where the calling thread may be stopped. As the seed says, every seam does, one in two or one
+    /// in three; a runner's `step` always.
     pub fn seam(&self, at: &'static str) {
         let mut state = self.state.lock();
         let me = std::thread::current();
@@ -98,11 +103,11 @@ impl Scheduler {
                 name
             }
         };
-        let seed = state.seed;
+        let (seed, every) = (state.seed, state.every);
         let Some(actor) = state.actors.get_mut(&name) else { return };
         actor.seams += 1;
         let salt = name.bytes().fold(seed, |salt, byte| mix(salt ^ u64::from(byte)));
-        if at != "step" && mix(salt ^ actor.seams) % 3 != 0 {
+        if at != "step" && mix(salt ^ actor.seams) % every != 0 {
             return;
         }
         actor.parked = Some(at);

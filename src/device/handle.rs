@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
 use crate::sync::Owners;
-use crate::units::{DeviceAddress, DeviceRange};
+use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
@@ -357,8 +357,11 @@ impl AddressRange {
                 why: format!("{pages} pages of {page_bytes} bytes are no range"),
             });
         };
+        let mapped = try_filled("an address range", pages.div_ceil(64), 0).map_err(|error| {
+            DeviceError::Host { call: "reserve", bytes: error.bytes, why: error.to_string() }
+        })?;
         let range = device.reserve(bytes)?;
-        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped: vec![0; pages.div_ceil(64)] })
+        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped })
     }
 
     /// The whole range.
@@ -496,6 +499,7 @@ impl HostBlock {
             .checked_next_multiple_of(host_page_bytes())
             .and_then(|length| usize::try_from(length).ok())
             .ok_or_else(|| refuse("more than an address space".to_owned()))?;
+        ask_host("a block", bytes).map_err(|error| refuse(error.to_string()))?;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe {
             libc::mmap(
@@ -564,6 +568,9 @@ impl fmt::Debug for HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
+        if let Err(error) = self.device.host_write(self.start, self.bytes) {
+            self.device.defer(error);
+        }
         // SAFETY: the owner of the block waits for the copies that use it before it drops the block.
         if let Err(error) = unsafe { self.page_unlock() } {
             self.device.defer(error);

@@ -10,6 +10,7 @@
 use super::core::{Control, Core, ModelState, Page};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
+use super::mutations::Mutation;
 use super::reclaim::{self, TakeFrom};
 use crate::device::DeviceError;
 
@@ -329,12 +330,15 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
         model.layout.spans_of_page(page).fold(0, |used, span| used | model.words[span as usize].0.used());
     let key = PageKey { model: id, page };
     let info = frames.info_mut(frame);
-    if info.role == Role::Resident || info.content == key {
+    let skips = control.mutated.by(Mutation::UnmapWithoutWait);
+    if !skips && (info.role == Role::Resident || info.content == key) {
         for fence in streams.fences(used, engine)? {
             fence.wait()?;
         }
     }
-    info.wait_quiet()?;
+    if !skips {
+        info.wait_quiet()?;
+    }
     let Some(range) = &mut model.range else { return Ok(()) };
     // SAFETY: no span of the page is pinned or ready (the caller took them), so no new work names its
     // address; work given before was waited for above.

@@ -20,6 +20,7 @@ use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
+use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PassOrder};
 use super::patches::{DevicePatches, PatchSet};
@@ -55,6 +56,8 @@ pub(super) struct Core {
 /// What the control lock protects.
 #[derive(Debug)]
 pub(super) struct Control {
+    /// The mistake that a unit test built in.
+    pub(super) mutated: Mutated,
     pub(super) frames: Frames,
     pub(super) engine: CopyEngine,
     pub(super) streams: StreamTable,
@@ -220,7 +223,13 @@ impl Control {
         let Some(model) = self.model(key.model) else { return Some(0) };
         let spans = model.layout.spans_of_page(key.page);
         let words = &model.words[spans.start as usize..spans.end as usize];
-        let used = word::leave_all(words)?;
+        let used = match word::leave_all(words) {
+            Some(used) => used,
+            None if self.mutated.by(Mutation::TakePinned) => {
+                words.iter().fold(0, |used, word| used | word.0.used())
+            }
+            None => return None,
+        };
         if self.streams.is_capturing(used) {
             word::put_back(words);
             return None;

@@ -17,6 +17,7 @@ use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::load::{self, WaitFor};
 use super::model::PagedModel;
+use super::mutations::Mutation;
 use super::order::Learned;
 use super::patches::{DevicePatches, PatchSet};
 use super::plain;
@@ -213,9 +214,12 @@ fn arrive(
             continue;
         }
         all_done = false;
-        fence.wait_on(stream)?;
+        if !control.mutated.by(Mutation::KernelWithoutArrival) {
+            fence.wait_on(stream)?;
+        }
         last = Some(fence.clone());
     }
+    let all_done = all_done || control.mutated.by(Mutation::ReadyTooEarly);
     model.words[span as usize].0.arrived(PatchSet::version_of(set, span), all_done);
     Ok(())
 }
@@ -278,7 +282,9 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
             if info.role != Role::Ring {
                 continue;
             }
-            if let Some(fence) = &fence {
+            if let Some(fence) = &fence
+                && !control.mutated.by(Mutation::ReleaseWithoutFence)
+            {
                 info.used_until(slot, fence);
             }
             if model.is_last_use(page, span) {

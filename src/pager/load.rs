@@ -17,6 +17,7 @@ use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
+use super::mutations::Mutation;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, cut_extents, read_extents};
@@ -254,7 +255,9 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             if let Some(model) = control.model_mut(load.model) {
                 model.counts.file_bytes += file_bytes;
             }
-            if let Some(fence) = fence? {
+            if let Some(fence) = fence?
+                && !control.mutated.by(Mutation::StagingWithoutWait)
+            {
                 buffer.read_until(fence);
             }
             keep_streamed(core, control, load.model, range, buffer);
@@ -352,6 +355,7 @@ fn copy_wanted(
     available: ModelTime,
     page_bytes: u64,
 ) -> Result<Option<Fence>, DeviceError> {
+    let skips = control.mutated.by(Mutation::SlotWithoutWait);
     let Control { frames, engine, models, scratch, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
     let waits = |page: u32| {
@@ -374,7 +378,7 @@ fn copy_wanted(
         for &page in wanted {
             let info = frames.info(model.pages[page as usize].frame);
             for fence in info.before_copy() {
-                if last.is_none_or(|last| !last.is_same(fence)) {
+                if !skips && last.is_none_or(|last| !last.is_same(fence)) {
                     batch.wait(fence)?;
                     last = Some(fence);
                 }

@@ -476,6 +476,7 @@ impl StagingBuffer {
         for copy in self.copies.drain(..) {
             copy.wait()?;
         }
+        self.arena.device.host_write(self.start, self.len())?;
         let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
         // SAFETY: the run belongs to this buffer alone until it is dropped, lies inside its block, which the
         // arena keeps mapped, and no copy reads it (waited for above; a new one needs `&mut self`).

@@ -8,6 +8,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
     clippy::cast_precision_loss,
     reason = "a failure here is a failed test, and its numbers are small"
 )]
@@ -139,9 +140,9 @@ struct Files {
 impl Files {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        for model in 0..UNITS.len() {
+        for (model, units) in UNITS.iter().enumerate() {
             let mut tensors = Vec::new();
-            for (unit, &(rows, columns)) in UNITS[model].iter().enumerate() {
+            for (unit, &(rows, columns)) in units.iter().enumerate() {
                 let [weights, bias] = contents(model, unit, 0).try_into().unwrap();
                 tensors.push((format!("u{unit}.weight"), vec![rows, columns], weights));
                 tensors.push((format!("u{unit}.bias"), vec![rows], bias));
@@ -226,8 +227,8 @@ fn ensure(holds: bool, why: impl FnOnce() -> String) -> Check {
 }
 
 impl<'f> World<'f> {
-    fn new(files: &'f Files, pages: u64) -> Self {
-        let mut options = EmulatedOptions::new(pages * PAGE);
+    fn new(files: &'f Files, card_pages: u64) -> Self {
+        let mut options = EmulatedOptions::new(card_pages * PAGE);
         options.page_bytes = PAGE;
         let card = EmulatedDevice::open(options).unwrap();
         let device: SharedDevice = Arc::clone(&card) as _;
@@ -236,7 +237,7 @@ impl<'f> World<'f> {
         let stream = Arc::new(pager.stream().unwrap());
         let table = Table {
             page: PAGE,
-            card: pages * PAGE,
+            card: card_pages * PAGE,
             headroom: 0,
             others: 0,
             models: Vec::new(),

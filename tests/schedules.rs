@@ -5,7 +5,11 @@
 //!
 //! `VRAM_PAGER_SEED=n` plays one seed many times, `VRAM_PAGER_SCHEDULES=n` so many seeds.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::cast_precision_loss,
+    reason = "a test that cannot go on says where, and its numbers are small"
+)]
 
 #[allow(
     unsafe_code,
@@ -81,7 +85,7 @@ struct Runner<'w> {
     numbers: Numbers,
 }
 
-impl<'w> Runner<'w> {
+impl Runner<'_> {
     fn run(&mut self) {
         for _ in 0..STEPS {
             self.world.scheduler.seam("step");

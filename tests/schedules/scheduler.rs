@@ -7,6 +7,7 @@
 //! want that lock, and the order of events follows from the seed as far as the seams go: of two threads
 //! that want a lock at once between seams, the system picks one.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -107,7 +108,7 @@ impl Scheduler {
         let Some(actor) = state.actors.get_mut(&name) else { return };
         actor.seams += 1;
         let salt = name.bytes().fold(seed, |salt, byte| mix(salt ^ u64::from(byte)));
-        if at != "step" && mix(salt ^ actor.seams) % every != 0 {
+        if at != "step" && !mix(salt ^ actor.seams).is_multiple_of(every) {
             return;
         }
         actor.parked = Some(at);
@@ -131,7 +132,7 @@ impl Scheduler {
         let state = self.state.lock();
         let me = std::thread::current().id();
         let Some(actor) = state.names.get(&me).and_then(|name| state.actors.get(name)) else { return false };
-        state.on && mix(state.seed ^ mix(actor.seams) ^ 0x401D) % 2 == 0
+        state.on && mix(state.seed ^ mix(actor.seams) ^ 0x401D).is_multiple_of(2)
     }
 
     /// A stream is held back until this is chosen.
@@ -164,7 +165,7 @@ impl Scheduler {
                 let since = *idle_since.get_or_insert_with(Instant::now);
                 if since.elapsed() > HANGS_AFTER {
                     let trace = state.trace.clone();
-                    self.let_go(state);
+                    Self::let_go(state);
                     return Err(format!("hangs; the last choices: {:#?}", trace.last));
                 }
                 drop(state);
@@ -206,12 +207,12 @@ impl Scheduler {
         }
         let state = self.state.lock();
         let trace = state.trace.clone();
-        self.let_go(state);
+        Self::let_go(state);
         Ok(trace)
     }
 
     /// Stops nobody any more.
-    fn let_go(&self, mut state: parking_lot::MutexGuard<'_, State>) {
+    fn let_go(mut state: parking_lot::MutexGuard<'_, State>) {
         state.on = false;
         for actor in state.actors.values() {
             actor.goes.notify_one();
@@ -254,9 +255,9 @@ impl Threads {
             if Some(id) == own {
                 continue;
             }
-            if !self.stat.contains_key(&id) {
+            if let Entry::Vacant(entry) = self.stat.entry(id) {
                 let Ok(file) = File::open(format!("/proc/self/task/{id}/stat")) else { continue };
-                self.stat.insert(id, file);
+                entry.insert(file);
             }
             let mut text = [0; 256];
             let Some(Ok(length)) = self.stat.get(&id).map(|file| file.read_at(&mut text, 0)) else {

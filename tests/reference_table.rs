@@ -689,7 +689,7 @@ fn the_pager_agrees_with_a_table_in_plain_code_after_every_operation() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let seeds = match number("VRAM_PAGER_SEED") {
         Some(seed) => seed..seed + 1,
-        None => 0..number("VRAM_PAGER_CASES").unwrap_or(300),
+        None => 0..number("VRAM_PAGER_CASES").unwrap_or(200),
     };
     let files = Files::new();
     let mut operations = 0;

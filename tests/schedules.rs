@@ -330,7 +330,7 @@ fn seeds() -> Vec<u64> {
     if let Some(seed) = number("VRAM_PAGER_SEED") {
         return vec![seed; REPEATS];
     }
-    (1..=number("VRAM_PAGER_SCHEDULES").unwrap_or(200)).collect()
+    (1..=number("VRAM_PAGER_SCHEDULES").unwrap_or(100)).collect()
 }
 
 #[test]

@@ -309,7 +309,8 @@ fn play(seed: u64, broken: Broken) -> Result<Trace, String> {
         }
         trace
     };
-    let misuse = card.inner.take_deferred();
+    let mut misuse = card.inner.take_deferred();
+    misuse.extend(card.inner.take_caught());
     if !misuse.is_empty() {
         failures.push(format!("the card was misused: {misuse:?}"));
     }

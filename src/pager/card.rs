@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
+use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -23,7 +25,7 @@ use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::word::SpanWord;
-use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority, without_panics};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
@@ -74,6 +76,7 @@ impl Pager {
     /// # Errors
     /// A page size that the device cannot have, no thread, no stream.
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
+        let device = &without_panics(device);
         let info = device.info();
         let page_bytes = options.page_bytes.unwrap_or(info.granularity);
         if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {
@@ -104,10 +107,12 @@ impl Pager {
             budget: 0,
             budget_read_at: None,
             next_priority: 0,
+            activations: Activations::default(),
             pool_use: PoolUse::default(),
             page_loads: 0,
             ring_hand: 0,
             wanted: Vec::new(),
+            missing: Vec::new(),
             cached_bytes: 0,
             under_way: 0,
             releases: 0,
@@ -215,6 +220,7 @@ impl Pager {
         if casts {
             self.ensure_scratch()?;
         }
+        let mapped = core.options.source.map(&index)?;
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -230,8 +236,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
-            choice: Choice { whole: Vec::new(), ring: core.options.ring },
-            chosen_frames: None,
+            choice: Choice { first: Vec::new(), ring: core.options.ring },
+            choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             sequence: Vec::new(),
@@ -243,9 +249,11 @@ impl Pager {
             together: 1,
             together_now: 1,
             passes: 0,
+            several: false,
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),
+            mapped,
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,

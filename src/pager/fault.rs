@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use parking_lot::MutexGuard;
 
+use super::ahead;
 use super::attach;
 use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState, StreamedRelease};
@@ -124,12 +125,14 @@ fn bring(
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
             for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
-                if let Some(&first) = run.first() {
-                    load::submit(core, control, id, first, u32::try_from(run.len()).unwrap_or(u32::MAX));
+                if let (Some(&first), Some(&last)) = (run.first(), run.last()) {
+                    let gathered = ahead::gather(core, control, id, last);
+                    load::submit(core, control, id, first, last + 1 - first + gathered);
                 }
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
+        ahead::advance(core, control, id, span);
         while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }
@@ -137,7 +140,10 @@ fn bring(
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
             // next round asks anew. What this fault asked for itself is its own failure.
             Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
-            None if is_present(control, id, span) => break,
+            None if is_present(control, id, span) => {
+                control.missing = claimed.missing;
+                break;
+            }
             Some(_) | None => {}
         }
     }
@@ -323,7 +329,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
 /// From now on the model's passes go in this order.
 fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.set_order(spans);
-    model.chosen_frames = None;
+    model.choices.forget();
 }
 
 fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {

@@ -6,7 +6,9 @@
 //! | `word` | the lock-free word of a span: the hit path |
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
-//! | `load` | reads and copies in order |
+//! | `load`, `ahead` | reads in order, and ahead of need |
+//! | `copies` | the copies of claimed pages, with their fences |
+//! | `keep` | what stays in staging memory for later |
 //! | `convert` | the copies of a run of pages: plain, cast, patched |
 //! | `patches`, `patched`, `attach` | low-rank patches: their sets, faults through one, changing it |
 //! | `prefetch` | filling the ring ahead |
@@ -23,16 +25,21 @@
 //! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
 //! address for the model's life (without virtual memory calls: for its guard's). May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
+mod activations;
+mod ahead;
 mod attach;
 mod card;
+mod choose;
 mod claim;
 mod convert;
+mod copies;
 mod core;
 mod counters;
 mod error;
 mod fault;
 mod frames;
 mod guard;
+mod keep;
 mod load;
 mod model;
 mod mutations;
@@ -52,13 +59,13 @@ mod verify;
 mod word;
 
 pub use card::{Pager, PagerFigures};
-pub(crate) use convert::{CopyTarget, copy_run, patch_run};
+pub(crate) use convert::{CopySource, CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
 pub(crate) use guard::names_tensor;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
-pub use options::{ModelOptions, PagerOptions};
+pub use options::{ModelOptions, PagerOptions, WeightSource};
 pub use patched::PatchedModel;
 pub(crate) use patches::{DevicePatches, copy_in};
 pub use patches::{Factor, PatchSet, TensorPatch};

@@ -118,7 +118,9 @@ impl EmulatedDevice {
         entry.end = entry.end.max(taken.until);
         for point in taken.waits {
             entry.follow(&point);
-            entry.queue.push(Work::Wait(point));
+            if !point.is_complete() {
+                entry.queue.push(Work::Wait(point));
+            }
         }
         Ok(taken.range)
     }

@@ -190,6 +190,10 @@ pub(super) struct ModelState {
     pub(super) inaccessible: HashSet<u32>,
     /// The patches that bytes on the card are made with.
     pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Faults that bring bytes in with the patches that are attached: an exchange waits for them.
+    pub(super) bringing: u32,
+    /// Exchanges of patches that wait: no fault begins to bring bytes in before them.
+    pub(super) exchanges: u32,
     /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
     pub(super) stale: HashSet<u32>,
 }

@@ -36,6 +36,13 @@ pub extern "C" fn vram_pager_standin_calls() -> u64 {
     state().calls()
 }
 
+/// Calls that failed because they were told to, since the library was loaded.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_failed() -> u64 {
+    state().failed()
+}
+
 /// How often misuse was told.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]

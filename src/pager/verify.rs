@@ -146,8 +146,9 @@ impl Verifier {
         Ok(Check { verifier: self, stream, sums, asked: Vec::new() })
     }
 
-    /// The checksum of some rows of a tensor in the file.
-    fn expected(&self, tensor: TensorId, rows: &std::ops::Range<u64>) -> Result<u64, PagerError> {
+    /// The checksum that some rows of a tensor should have on the card: read from the file, cast and patched on
+    /// the host. Computed once.
+    pub fn expected_sum(&self, tensor: TensorId, rows: &std::ops::Range<u64>) -> Result<u64, PagerError> {
         let key = (tensor.0, rows.start, rows.end - rows.start);
         if let Some(sum) = self.sums.lock().get(&key) {
             return Ok(*sum);
@@ -247,7 +248,7 @@ impl Check<'_> {
         };
         let mut mismatches = Vec::new();
         for ((tensor, rows), found) in self.asked.drain(..).zip(found) {
-            let expected = self.verifier.expected(tensor, &rows)?;
+            let expected = self.verifier.expected_sum(tensor, &rows)?;
             if found != expected {
                 let tensor = self.verifier.index.tensor_info(tensor).name.clone();
                 mismatches.push(Mismatch { tensor, first_row: rows.start, found, expected });

@@ -13,6 +13,7 @@ mod layouts;
 mod output;
 mod replay;
 mod run;
+mod stress;
 mod synth;
 mod worker;
 
@@ -45,6 +46,7 @@ enum Command {
     Devices(devices::Args),
     Synth(synth::Args),
     Replay(replay::ReplayArgs),
+    Stress(stress::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
         Command::Worker(args) => worker::run(args),
+        Command::Stress(args) => stress::run(args, cli.json),
         Command::Replay(args) => replay::run(args).map_err(Failure::from),
     });
     match result {

@@ -240,6 +240,8 @@ impl Pager {
             said_pieces: false,
             inaccessible: HashSet::new(),
             attached: None,
+            bringing: 0,
+            attaching: 0,
             stale: HashSet::new(),
         };
         let id = if let Some(place) = control.models.iter().position(Option::is_none) {

@@ -177,6 +177,10 @@ pub(super) struct ModelState {
     pub(super) inaccessible: HashSet<u32>,
     /// The patches that bytes on the card are made with.
     pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Faults that ask for bytes made with those, and have not got all of them: while there is one they stay.
+    pub(super) bringing: u32,
+    /// Who waits for those faults, to attach others. Faults that come later wait for them.
+    pub(super) attaching: u32,
     /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
     pub(super) stale: HashSet<u32>,
 }

@@ -57,6 +57,9 @@ pub(super) fn fault_span(
         word.set_state(SpanState::Arriving);
     }
     control.under_way += 1;
+    if let Some(model) = control.model_mut(id) {
+        model.bringing += 1;
+    }
     let mut count = Count::Hit;
     let brought = if control.plain.is_some() {
         plain::bring(model, &mut control, span, set).and_then(|brought| {
@@ -79,6 +82,12 @@ pub(super) fn fault_span(
         };
         brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     };
+    if let Some(model) = control.model_mut(id) {
+        model.bringing -= 1;
+        if model.bringing == 0 && model.attaching > 0 {
+            core.changed.notify_all();
+        }
+    }
     match brought {
         Ok(()) => {}
         Err(error) => {
@@ -356,14 +365,24 @@ fn is_present(control: &Control, id: u32, span: u32) -> bool {
     model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
 }
 
-/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied.
+/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied, and
+/// while faults are under way that ask for bytes made with the other one: their copies would otherwise be made
+/// with this one. They wait for reads, never for a guard.
 pub(super) fn ensure_attached(
     model: &PagedModel,
     control: &mut MutexGuard<'_, Control>,
     set: Option<&Arc<PatchSet>>,
 ) -> Result<(), PagerError> {
     let (core, id) = (model.core(), model.id());
-    while !attach::is_attached(control, id, set) {
+    loop {
+        if attach::is_attached(control, id, set) {
+            if control.model(id).is_none_or(|model| model.attaching == 0) {
+                return Ok(());
+            }
+            // In turn, or those who wait for faults under way would wait for ever.
+            core.changed.wait(control);
+            continue;
+        }
         let patches = match set {
             None => None,
             Some(set) => {
@@ -373,7 +392,22 @@ pub(super) fn ensure_attached(
                 Some(uploaded?)
             }
         };
-        attach::attach(core, control, id, patches)?;
+        if let Some(model) = control.model_mut(id) {
+            model.attaching += 1;
+        }
+        while control.model(id).is_some_and(|model| model.bringing > 0) {
+            core.changed.wait(control);
+        }
+        if let Some(model) = control.model_mut(id) {
+            model.attaching -= 1;
+        }
+        core.changed.notify_all();
+        // Another may have attached the same meanwhile.
+        let attached =
+            if attach::is_attached(control, id, set) { Ok(()) } else { attach::attach(core, control, id, patches) };
+        if attached.is_err() || attach::is_attached(control, id, set) {
+            // Its fault comes at once: nobody gets the lock before.
+            return attached;
+        }
     }
-    Ok(())
 }

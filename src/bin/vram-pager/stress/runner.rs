@@ -139,8 +139,8 @@ impl<'w, 'k> Runner<'w, 'k> {
         let mut held: Vec<Held<'_>> = Vec::with_capacity(HELD);
         let focus = self.numbers.place(models.len());
         let choice = match self.numbers.below(10) {
-            0..4 => Choice::Pass,
-            4..8 => Choice::Random,
+            0..3 => Choice::Pass,
+            3..6 => Choice::Random,
             _ => Choice::Few(4 + self.numbers.below(12)),
         };
         let steps = (50 + self.numbers.below(400)).min(self.left);
@@ -271,6 +271,10 @@ impl<'w, 'k> Runner<'w, 'k> {
         }
         if held.len() > 1 && self.numbers.per_mille(400) {
             self.release(held)?;
+        }
+        if !held.is_empty() && self.numbers.per_mille(500) {
+            let place = self.numbers.place(held.len());
+            self.check(held[place].stream, &held[place].parts)?;
         }
         Ok(())
     }

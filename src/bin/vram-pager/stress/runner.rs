@@ -116,6 +116,10 @@ impl<'w, 'k> Runner<'w, 'k> {
             }
         };
         drop(self.activation.take());
+        if self.lasting > 0 {
+            self.world.card.clear();
+            self.world.lasting.store(false, Ordering::Relaxed);
+        }
         if ended.is_ok() || !self.world.counts.stopped() {
             let _ = self.compare_all();
         }
@@ -152,6 +156,7 @@ impl<'w, 'k> Runner<'w, 'k> {
             self.lasting = self.lasting.saturating_sub(1);
             if self.lasting == 1 {
                 world.card.clear();
+                world.lasting.store(false, Ordering::Relaxed);
             }
             let place = if self.numbers.per_mille(850) { focus } else { self.numbers.place(models.len()) };
             let opened = &models[place];
@@ -235,7 +240,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             true => model.fault_with(patches, unit, stream),
             false => model.fault_piece_with(patches, unit, piece, stream),
         };
-        let waits = held.is_empty();
+        // While calls go on failing a wait would not end: whoever ends that must not wait.
+        let waits = held.is_empty() && !self.world.lasting.load(Ordering::Relaxed);
         let answer = if waits && self.numbers.per_mille(900) {
             // Whoever waits lets go of what another might wait for.
             self.world.parcels.lock().clear();
@@ -419,10 +425,11 @@ impl<'w, 'k> Runner<'w, 'k> {
 
     /// Makes a call fail, or a kind of calls for a while.
     fn inject(&mut self) {
-        if self.world.inject && self.lasting == 0 {
+        if self.world.inject && !self.world.lasting.load(Ordering::Relaxed) {
             let lasting = self.numbers.per_mille(100);
             self.world.card.inject(&mut self.numbers, lasting);
             if lasting {
+                self.world.lasting.store(true, Ordering::Relaxed);
                 self.lasting = 2 + u32::try_from(self.numbers.below(30)).unwrap_or(0);
             }
         }

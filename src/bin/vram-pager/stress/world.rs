@@ -125,6 +125,8 @@ pub(super) struct World<'k> {
     pub(super) parcels: Mutex<Vec<OwnedGuard>>,
     /// Whether single calls are made to fail in this round.
     pub(super) inject: bool,
+    /// Whether calls of a kind go on failing now.
+    pub(super) lasting: AtomicBool,
     pub(super) page_bytes: u64,
     numbers: Numbers,
     before: Before,
@@ -220,6 +222,7 @@ impl<'k> World<'k> {
             slots,
             parcels: Mutex::default(),
             inject,
+            lasting: AtomicBool::new(false),
             page_bytes,
             numbers,
             before,

@@ -111,6 +111,8 @@ pub(super) struct Setup {
     pub(super) seed: u64,
     /// Whether calls are made to fail.
     pub(super) inject: bool,
+    /// Whether the round must repeat exactly: without prefetch, which goes by how fast readers are.
+    pub(super) exact: bool,
 }
 
 /// A round.
@@ -195,7 +197,7 @@ impl<'k> World<'k> {
             readers: numbers.pick(&[1, 2, 3]),
             copy_streams: numbers.pick(&[1, 1, 2]),
             chunk_bytes: page_bytes * numbers.pick(&[1, 4, 16]),
-            prefetch_loads: numbers.pick(&[0, 2, 8, 8]),
+            prefetch_loads: if setup.exact { 0 } else { numbers.pick(&[0, 2, 8, 8]) },
         };
         let pager = Pager::new(&card.device, options)?;
         let manager = Manager::new(std::slice::from_ref(&card.device));

@@ -79,6 +79,8 @@ pub(super) struct Runner<'w, 'k> {
     cursor: u64,
     /// Operations while calls of a kind go on failing.
     lasting: u32,
+    /// Operations while work completes late.
+    late: u32,
 }
 
 /// The thread ends: something went wrong, or the time is over.
@@ -96,6 +98,7 @@ impl<'w, 'k> Runner<'w, 'k> {
             left: operations,
             cursor: 0,
             lasting: 0,
+            late: 0,
         };
         for _ in 0..STREAMS {
             let stream = Arc::new(world.pager.stream()?);
@@ -158,6 +161,10 @@ impl<'w, 'k> Runner<'w, 'k> {
                 world.card.clear();
                 world.lasting.store(false, Ordering::Relaxed);
             }
+            self.late = self.late.saturating_sub(1);
+            if self.late == 1 {
+                world.card.seed_delays(0);
+            }
             let place = if self.numbers.per_mille(850) { focus } else { self.numbers.place(models.len()) };
             let opened = &models[place];
             match self.numbers.below(1000) {
@@ -177,7 +184,8 @@ impl<'w, 'k> Runner<'w, 'k> {
                     let others = self.numbers.pick(&[0, total / 16, total / 8, total / 4]);
                     world.card.set_others(others);
                 }
-                _ => self.inject(),
+                994..999 => self.inject(),
+                _ => self.delay(),
             }
             world.counts.operations.fetch_add(1, Ordering::Relaxed);
         }
@@ -432,6 +440,14 @@ impl<'w, 'k> Runner<'w, 'k> {
                 self.world.lasting.store(true, Ordering::Relaxed);
                 self.lasting = 2 + u32::try_from(self.numbers.below(30)).unwrap_or(0);
             }
+        }
+    }
+
+    /// Work completes late for a while.
+    fn delay(&mut self) {
+        if self.late == 0 && self.numbers.per_mille(400) {
+            self.late = 20 + u32::try_from(self.numbers.below(60)).unwrap_or(0);
+            self.world.card.seed_delays(self.numbers.next() | 1);
         }
     }
 

@@ -173,9 +173,6 @@ impl<'k> World<'k> {
             misuses: card.misuses(),
             process,
         };
-        if numbers.per_mille(100) {
-            card.seed_delays(setup.seed | 1);
-        }
         let mut inject = setup.inject && numbers.per_mille(750);
         if setup.inject && numbers.per_mille(80) {
             card.refuse_page_locks();

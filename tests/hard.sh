@@ -31,8 +31,8 @@ stress_run() { # standin or emulated, seed, arguments...
     shift 2
     local -a settings=()
     if [ "$where" = standin ]; then
-        # A card of 4 KiB pages, of which the run takes a megabyte.
-        settings=("LD_LIBRARY_PATH=$VRAM_PAGER_STANDIN_DIR" VRAM_PAGER_STANDIN_PAGE=4KiB VRAM_PAGER_STANDIN_BYTES=8MiB
+        # A card of 4 KiB pages, of which the run takes a part.
+        settings=("LD_LIBRARY_PATH=$VRAM_PAGER_STANDIN_DIR" VRAM_PAGER_STANDIN_PAGE=4KiB VRAM_PAGER_STANDIN_BYTES=128MiB
             VRAM_PAGER_STANDIN_MISUSE=log)
     fi
     # What it says on the way is shown if it fails.
@@ -75,7 +75,8 @@ section_stress() {
         stress_run emulated "$seed" --operations 2000 --threads 4 --device "$none"
         stress_run emulated "$seed" --operations 1000 --threads 4 --device emulated:4MiB,page=64KiB
         stress_run standin "$seed" --operations 2000 --threads 8 --oversubscription 8 --device cuda:0
-        VRAM_PAGER_STANDIN_VMM=0 stress_run standin "$seed" --operations 2000 --threads 4 --device cuda:0
+        # Without virtual memory calls the unit of accounts is 2 MiB there.
+        VRAM_PAGER_STANDIN_VMM=0 stress_run standin "$seed" --operations 300 --threads 4 --device cuda:0,cap=64MiB
         VRAM_PAGER_STANDIN_POOLS=0 stress_run standin "$seed" --operations 2000 --threads 4 --device cuda:0
     done
     echo "stress: $checked checked operations in all"

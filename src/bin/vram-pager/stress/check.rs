@@ -130,6 +130,11 @@ impl Checker {
         Ok(())
     }
 
+    /// Its stream.
+    pub(super) fn stream(&self) -> &Arc<PagerStream> {
+        &self.stream
+    }
+
     /// Whether there is room for so many more.
     pub(super) fn has_room(&self, parts: usize) -> bool {
         self.asked.len() + parts <= SUMS

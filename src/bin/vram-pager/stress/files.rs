@@ -109,6 +109,7 @@ fn tensors(numbers: &mut Numbers, sizes: Sizes, compute: Option<Dtype>) -> Vec<T
             (_, 60..92) => page / 2 + numbers.below(2 * page),
             _ => 2 * page + numbers.below(5 * page),
         };
+        let bytes = bytes.min(sizes.model_bytes / 3);
         let dtype = numbers.pick(&[Dtype::BF16, Dtype::BF16, Dtype::F16, Dtype::F32]);
         let each = element_bytes(dtype, compute);
         let rows = if bytes > 2 * page { numbers.pick(&[33, 64, 100]) } else { numbers.pick(&[1, 3, 8, 16]) };

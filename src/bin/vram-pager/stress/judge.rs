@@ -8,7 +8,7 @@ use std::error::Error;
 use vram_pager::device::DeviceError;
 use vram_pager::manager::ManagerError;
 use vram_pager::pager::PagerError;
-use vram_pager::patcher::PatcherError;
+use vram_pager::patcher::{PatcherError, ResidentError};
 use vram_pager::staging::StagingError;
 
 use super::card::INJECTED;
@@ -45,12 +45,26 @@ pub(super) fn pager(error: &PagerError) -> Judgement {
     }
 }
 
-fn patcher(error: &PatcherError) -> Judgement {
+pub(super) fn resident(error: &ResidentError) -> Judgement {
+    match error {
+        ResidentError::Device(error)
+        | ResidentError::Staging(StagingError::Device(error) | StagingError::NoMemory { source: error, .. }) => {
+            device(error)
+        }
+        ResidentError::Pager(error) => pager(error),
+        ResidentError::Held { held, .. } if !held.is_empty() => Judgement::Shortage,
+        _ => Judgement::Wrong,
+    }
+}
+
+pub(super) fn patcher(error: &PatcherError) -> Judgement {
     match error {
         PatcherError::Device(error) => device(error),
         PatcherError::Failed { source, .. } => {
             let source: &(dyn Error + 'static) = source.as_ref();
-            source.downcast_ref::<PagerError>().map_or(Judgement::Wrong, pager)
+            let paged = source.downcast_ref::<PagerError>().map(pager);
+            let modules = || source.downcast_ref::<ResidentError>().map(resident);
+            paged.or_else(modules).unwrap_or(Judgement::Wrong)
         }
         _ => Judgement::Wrong,
     }

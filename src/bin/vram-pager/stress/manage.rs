@@ -58,6 +58,13 @@ pub(super) fn manager(world: &World<'_>, models: &[Arc<Opened>], numbers: &mut N
     let as_patcher = |opened: &Opened| Arc::clone(&opened.patcher) as Arc<dyn ModelPatcher>;
     let patcher = as_patcher(opened);
     let (what, answer): (_, Result<(), ManagerError>) = match numbers.below(13) {
+        0 if world.resident.is_some() => {
+            let patcher = world.resident.as_ref().map(|resident| Arc::clone(&resident.patcher) as Arc<_>);
+            let loads = patcher.iter().map(|patcher: &Arc<dyn ModelPatcher>| {
+                manager.load_model_gpu(patcher, LoadOptions::default())
+            });
+            ("load modules", loads.collect())
+        }
         0..3 => {
             let options =
                 LoadOptions { memory_required: numbers.below(total / 4), ..LoadOptions::default() };

@@ -6,6 +6,7 @@
 //! | `card` | the card, and what is done to it behind the pager's back |
 //! | `world` | a round: opened, ended, proven to leave nothing |
 //! | `runner`, `manage` | what a thread does |
+//! | `resident` | a model that is kept by modules, beside the paged ones |
 //! | `check` | guards checked by the kernel, many at a time |
 //! | `judge` | which errors are expected |
 //! | `numbers` | the seeded numbers |
@@ -19,6 +20,7 @@ mod files;
 mod judge;
 mod manage;
 mod numbers;
+mod resident;
 mod runner;
 mod world;
 

@@ -168,7 +168,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             let place = if self.numbers.per_mille(850) { focus } else { self.numbers.place(models.len()) };
             let opened = &models[place];
             match self.numbers.below(1000) {
-                0..900 => self.fault(opened, streams, choice, &mut held)?,
+                0..885 => self.fault(opened, streams, choice, &mut held)?,
+                885..900 => self.resident()?,
                 900..925 => self.rows(opened, streams)?,
                 925..945 => self.activation()?,
                 945..960 => self.check_again(&mut held)?,
@@ -429,6 +430,24 @@ impl<'w, 'k> Runner<'w, 'k> {
         self.check(number, &parts_of(opened, set, &guard.tensors()))?;
         self.world.parcels.lock().push(guard);
         Ok(())
+    }
+
+    /// Uses the model that is kept by modules, or has it take or give memory.
+    fn resident(&mut self) -> Result<(), Ended> {
+        let world = self.world;
+        let Some(resident) = &world.resident else { return Ok(()) };
+        if self.numbers.per_mille(200) {
+            resident.change(&world.counts, world.card.device.info().total_bytes, &mut self.numbers);
+            return Ok(());
+        }
+        let stream = self.stream();
+        let used = resident.use_some(
+            &world.counts,
+            world.kinds,
+            &mut self.checkers[stream],
+            &mut self.numbers,
+        );
+        used.or_else(|error| self.expects("use modules", &error))
     }
 
     /// Makes a call fail, or a kind of calls for a while.

@@ -14,13 +14,14 @@ use vram_pager::manager::Manager;
 use vram_pager::pager::{
     ModelOptions, OwnedGuard, PagedModel, Pager, PagerError, PagerOptions, PatchSet, RingSize,
 };
-use vram_pager::patcher::{IdleCache, PagedPatcher, Place};
+use vram_pager::patcher::{IdleCache, ModelPatcher, PagedPatcher, Place};
 
 use super::card::Card;
 use super::check::{Checker, CheckError, Verdict};
 use super::files::Kind;
 use super::judge::{self, Judgement};
 use super::numbers::Numbers;
+use super::resident::Resident;
 use super::runner::parts_of;
 use crate::output::Failure;
 
@@ -123,6 +124,8 @@ pub(super) struct World<'k> {
     pub(super) pager: Arc<Pager>,
     pub(super) manager: Manager,
     pub(super) slots: Vec<Mutex<Arc<Opened>>>,
+    /// A model that is kept by modules, in some rounds.
+    pub(super) resident: Option<Resident>,
     /// Guards that one thread took and another will release.
     pub(super) parcels: Mutex<Vec<OwnedGuard>>,
     /// Whether single calls are made to fail in this round.
@@ -193,7 +196,7 @@ impl<'k> World<'k> {
             ]),
             readers: numbers.pick(&[1, 2, 3]),
             copy_streams: numbers.pick(&[1, 1, 2]),
-            chunk_bytes: page_bytes * numbers.pick(&[1, 4, 16]),
+            chunk_bytes: (page_bytes * numbers.pick(&[1, 4, 16])).min((total / 16).max(page_bytes)),
             prefetch_loads: if setup.exact { 0 } else { numbers.pick(&[0, 2, 8, 8]) },
         };
         let pager = Pager::new(&card.device, options)?;
@@ -212,6 +215,11 @@ impl<'k> World<'k> {
         for kind in 0..kinds.len() {
             slots.push(Mutex::new(Arc::new(open(kinds, kind, &pager, counts)?)));
         }
+        let kind = numbers.place(kinds.len());
+        let resident = match numbers.per_mille(500) && card.device.info().virtual_memory {
+            true => Some(Resident::open(&card, kinds, kind).map_err(|error| failed(&error))?),
+            false => None,
+        };
         Ok(Self {
             kinds,
             counts: Arc::clone(counts),
@@ -219,6 +227,7 @@ impl<'k> World<'k> {
             pager,
             manager,
             slots,
+            resident,
             parcels: Mutex::default(),
             inject,
             lasting: AtomicBool::new(false),
@@ -247,11 +256,11 @@ impl<'k> World<'k> {
         {
             counts.fail(format!("a pass with nobody in the way: {error}"));
         }
-        let Self { card, pager, manager, slots, parcels, inject, before, mut numbers, .. } = self;
+        let Self { card, pager, manager, slots, resident, parcels, inject, before, mut numbers, .. } = self;
         if inject && numbers.per_mille(500) {
             card.inject(&mut numbers, false);
         }
-        drop((parcels, slots, manager, pager));
+        drop((parcels, resident, slots, manager, pager));
         card.clear();
         for error in card.take_deferred() {
             counts.judged("deferred by a drop", judge::device(&error), &error);
@@ -303,6 +312,9 @@ impl<'k> World<'k> {
         let text = |error: PagerError| error.to_string();
         self.manager.set_knobs(|knobs| knobs.headroom = Some(0));
         self.pager.set_headroom(0).map_err(text)?;
+        if let Some(resident) = &self.resident {
+            resident.patcher.detach(true).map_err(|error| error.to_string())?;
+        }
         let stream = Arc::new(self.pager.stream().map_err(text)?);
         let mut checker = Checker::new(&self.pager, &stream).map_err(text)?;
         for slot in &self.slots {

@@ -6,7 +6,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-#[allow(unsafe_code, missing_docs, unreachable_pub, dead_code, reason = "a counting allocator, shared with benches")]
+#[allow(
+    unsafe_code,
+    missing_docs,
+    unreachable_pub,
+    dead_code,
+    reason = "a counting allocator, shared with benches"
+)]
 #[path = "../benches/common/alloc.rs"]
 mod alloc;
 mod common;
@@ -70,7 +76,8 @@ impl Held {
         assert!(self.files <= before.files && self.threads <= before.threads, "{what}: {before:?}, {self:?}");
         // A frame that was taken for a moment more or less.
         assert!(self.mappings <= before.mappings + 64, "{what}: {before:?}, {self:?}");
-        let counts = |live: &LiveObjects| [live.frames, live.ranges, live.mappings, live.streams, live.events];
+        let counts =
+            |live: &LiveObjects| [live.frames, live.ranges, live.mappings, live.streams, live.events];
         for (late, early) in counts(&self.live).into_iter().zip(counts(&before.live)) {
             // The pool of fences keeps as many events as were once in use together.
             assert!(late <= early + early / 8 + 32, "{what}: {before:?}, {self:?}");

@@ -10,9 +10,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{
-    ModelFile, Numbers, Watchdog, assert_nothing_left, hooked_card, pager, small_options, unit_id,
-};
+use common::{ModelFile, Numbers, Watchdog, assert_nothing_left, hooked_card, pager, small_options, unit_id};
 use vram_pager::device::FloatType;
 use vram_pager::pager::{Factor, ModelOptions, PagedModel, PatchSet, TensorPatch, Verifier};
 use vram_pager::units::KIB;
@@ -53,7 +51,9 @@ fn faults_of_several_sets_at_once_give_each_its_own_bytes() {
             let verifiers: Vec<_> =
                 sets.iter().map(|set| Verifier::patched(&model, set.clone()).unwrap()).collect();
             std::thread::scope(|scope| {
-                for (number, ((set, stream), verifier)) in (1..).zip(sets.iter().zip(&streams).zip(&verifiers)) {
+                for (number, ((set, stream), verifier)) in
+                    (1..).zip(sets.iter().zip(&streams).zip(&verifiers))
+                {
                     let model = &model;
                     scope.spawn(move || {
                         let mut numbers = Numbers(seed * 100 + number);

@@ -403,8 +403,11 @@ pub(super) fn ensure_attached(
         }
         core.changed.notify_all();
         // Another may have attached the same meanwhile.
-        let attached =
-            if attach::is_attached(control, id, set) { Ok(()) } else { attach::attach(core, control, id, patches) };
+        let attached = if attach::is_attached(control, id, set) {
+            Ok(())
+        } else {
+            attach::attach(core, control, id, patches)
+        };
         if attached.is_err() || attach::is_attached(control, id, set) {
             // Its fault comes at once: nobody gets the lock before.
             return attached;

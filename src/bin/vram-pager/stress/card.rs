@@ -29,7 +29,8 @@ const OUT_OF_MEMORY: i32 = 2;
 
 /// Device calls that fail on an emulated card. The rest is not called by a pager.
 fn kinds() -> impl Iterator<Item = CallKind> {
-    let never = [CallKind::AddKernels, CallKind::Synchronize, CallKind::CopyOnDevice, CallKind::ChargeCompute];
+    let never =
+        [CallKind::AddKernels, CallKind::Synchronize, CallKind::CopyOnDevice, CallKind::ChargeCompute];
     CallKind::ALL.iter().copied().filter(move |kind| !never.contains(kind))
 }
 
@@ -123,7 +124,9 @@ impl Card {
                 };
                 (device, hooks)
             }
-            _ => return Err(Failure::BadInput(format!("`{text}` is a kind of device that is not known here"))),
+            _ => {
+                return Err(Failure::BadInput(format!("`{text}` is a kind of device that is not known here")));
+            }
         };
         let mut card = Self { device, hooks, fired_before: 0, others: AtomicU64::new(0) };
         card.fired_before = card.fired();
@@ -188,7 +191,8 @@ impl Card {
             }
             Hooks::Standin(standin, ..) => {
                 let call = numbers.pick(if lasting { DRIVER_TAKING } else { DRIVER_CALLS });
-                let memory = matches!(call, "cuMemCreate" | "cuMemAllocFromPoolAsync" | "cuMemHostRegister_v2");
+                let memory =
+                    matches!(call, "cuMemCreate" | "cuMemAllocFromPoolAsync" | "cuMemHostRegister_v2");
                 let code = if no_memory && memory { OUT_OF_MEMORY } else { INJECTED };
                 standin.fail(&format!("{call}@{nth}{}={code}", if lasting { "+" } else { "" }));
             }
@@ -199,13 +203,13 @@ impl Card {
     /// Page-locking is refused from now on.
     pub(super) fn refuse_page_locks(&self) {
         match &self.hooks {
-            Hooks::Emulated(card) => card.inject(
-                Fault::from_then_on(CallKind::PageLock, 1).with(FaultError::Exactly(DeviceError::Driver {
+            Hooks::Emulated(card) => card.inject(Fault::from_then_on(CallKind::PageLock, 1).with(
+                FaultError::Exactly(DeviceError::Driver {
                     call: CallKind::PageLock.name(),
                     code: INJECTED,
                     name: INJECTED_NAME.to_owned(),
-                })),
-            ),
+                }),
+            )),
             Hooks::Standin(standin, ..) => standin.fail(&format!("cuMemHostRegister_v2@1+={INJECTED}")),
             Hooks::Frames(_) => {}
         }
@@ -310,14 +314,18 @@ impl Standin {
     fn set_other_bytes(self, ordinal: u32, bytes: u64) {
         if let Some(symbol) = self.symbol(c"vram_pager_standin_set_other_bytes") {
             // SAFETY: the hook's signature.
-            unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(u32, u64) -> c_int>(symbol)(ordinal, bytes) };
+            unsafe {
+                std::mem::transmute::<*mut c_void, extern "C" fn(u32, u64) -> c_int>(symbol)(ordinal, bytes)
+            };
         }
     }
 
     fn seed_delays(self, ordinal: u32, seed: u64) {
         if let Some(symbol) = self.symbol(c"vram_pager_standin_seed_delays") {
             // SAFETY: the hook's signature.
-            unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(u32, u64) -> c_int>(symbol)(ordinal, seed) };
+            unsafe {
+                std::mem::transmute::<*mut c_void, extern "C" fn(u32, u64) -> c_int>(symbol)(ordinal, seed)
+            };
         }
     }
 }

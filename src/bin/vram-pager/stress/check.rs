@@ -47,12 +47,7 @@ struct Asked {
 #[derive(Clone)]
 pub(super) enum Expect {
     /// Rows of a tensor of a model, under a set of patches (0 is none).
-    Rows {
-        model: usize,
-        set: usize,
-        tensor: TensorId,
-        rows: Range<u64>,
-    },
+    Rows { model: usize, set: usize, tensor: TensorId, rows: Range<u64> },
     /// Bytes that are all the same.
     Fill { byte: u8, bytes: u64 },
 }

@@ -29,6 +29,8 @@ pub(super) struct Sizes {
     pub(super) page_bytes: u64,
     /// Bytes of each model on the card, about.
     pub(super) model_bytes: u64,
+    /// The most bytes of one unit.
+    pub(super) unit_bytes: u64,
 }
 
 /// A model's file, and what it is on a card.
@@ -37,6 +39,8 @@ pub(super) struct Kind {
     _file: Scratch,
     pub(super) index: Arc<TensorIndex>,
     pub(super) compute: Option<Dtype>,
+    /// Units of more bytes are cut into pieces of so many.
+    pub(super) piece_bytes: Option<u64>,
     /// The patches of each set.
     pub(super) patches: Vec<Vec<TensorPatch>>,
     /// By set, none first: computes what the bytes should be, with no pager involved.
@@ -60,17 +64,19 @@ impl Kind {
         write_model(&file, &mut numbers, sizes, compute)
             .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", file.path().display())))?;
         let index = Arc::new(TensorIndex::open(file.path())?);
-        let layout =
-            Arc::new(PageLayout::new(&index, &LayoutOptions { compute, ..LayoutOptions::new(sizes.page_bytes) })?);
-        let patches: Vec<_> =
-            (0..PATCH_SETS).map(|_| make_patches(&index, &layout, &mut numbers)).collect();
+        let layout = Arc::new(PageLayout::new(
+            &index,
+            &LayoutOptions { compute, ..LayoutOptions::new(sizes.page_bytes) },
+        )?);
+        let patches: Vec<_> = (0..PATCH_SETS).map(|_| make_patches(&index, &layout, &mut numbers)).collect();
         let mut references = vec![Verifier::for_layout(reference, &index, &layout, None)?];
         for patches in &patches {
             let set = PatchSet::for_layout(&index, &layout, patches.clone())?;
             references.push(Verifier::for_layout(reference, &index, &layout, Some(set))?);
         }
+        let piece_bytes = number.is_multiple_of(2).then_some(4 * sizes.page_bytes);
         let sums = references.iter().map(|_| Mutex::default()).collect();
-        Ok(Self { _file: file, index, compute, patches, references, sums })
+        Ok(Self { _file: file, index, compute, piece_bytes, patches, references, sums })
     }
 
     /// The checksum that rows of a tensor have on a card under a set (0 is none).
@@ -109,7 +115,7 @@ fn tensors(numbers: &mut Numbers, sizes: Sizes, compute: Option<Dtype>) -> Vec<T
             (_, 60..92) => page / 2 + numbers.below(2 * page),
             _ => 2 * page + numbers.below(5 * page),
         };
-        let bytes = bytes.min(sizes.model_bytes / 3);
+        let bytes = bytes.min(sizes.unit_bytes);
         let dtype = numbers.pick(&[Dtype::BF16, Dtype::BF16, Dtype::F16, Dtype::F32]);
         let each = element_bytes(dtype, compute);
         let rows = if bytes > 2 * page { numbers.pick(&[33, 64, 100]) } else { numbers.pick(&[1, 3, 8, 16]) };
@@ -157,7 +163,12 @@ fn write_model(
 }
 
 /// Random finite numbers of about one, so that casts and patches have something to round.
-fn write_numbers(out: &mut impl Write, dtype: Dtype, count: u64, numbers: &mut Numbers) -> std::io::Result<()> {
+fn write_numbers(
+    out: &mut impl Write,
+    dtype: Dtype,
+    count: u64,
+    numbers: &mut Numbers,
+) -> std::io::Result<()> {
     for _ in 0..count {
         let random = numbers.next();
         // The sign, an exponent near that of one, and any mantissa.

@@ -48,9 +48,9 @@ pub(super) fn pager(error: &PagerError) -> Judgement {
 pub(super) fn resident(error: &ResidentError) -> Judgement {
     match error {
         ResidentError::Device(error)
-        | ResidentError::Staging(StagingError::Device(error) | StagingError::NoMemory { source: error, .. }) => {
-            device(error)
-        }
+        | ResidentError::Staging(
+            StagingError::Device(error) | StagingError::NoMemory { source: error, .. },
+        ) => device(error),
         ResidentError::Pager(error) => pager(error),
         ResidentError::Held { held, .. } if !held.is_empty() => Judgement::Shortage,
         _ => Judgement::Wrong,

@@ -66,8 +66,7 @@ pub(super) fn manager(world: &World<'_>, models: &[Arc<Opened>], numbers: &mut N
             ("load modules", loads.collect())
         }
         0..3 => {
-            let options =
-                LoadOptions { memory_required: numbers.below(total / 4), ..LoadOptions::default() };
+            let options = LoadOptions { memory_required: numbers.below(total / 4), ..LoadOptions::default() };
             ("load a model", manager.load_model_gpu(&patcher, options))
         }
         3 => {
@@ -88,10 +87,9 @@ pub(super) fn manager(world: &World<'_>, models: &[Arc<Opened>], numbers: &mut N
             ("free memory", manager.free_memory(bytes, card, &options).map(drop))
         }
         6 => ("unload all models", manager.unload_all_models().map(drop)),
-        7 => (
-            "unload a model",
-            manager.unload_model_and_clones(&patcher, UnloadOptions::default()).map(drop),
-        ),
+        7 => {
+            ("unload a model", manager.unload_model_and_clones(&patcher, UnloadOptions::default()).map(drop))
+        }
         8 => ("unload all but one", manager.unload_all_except(&patcher, KeepOptions::default()).map(drop)),
         9 => ("empty the cache", manager.soft_empty_cache(false)),
         10 => {

@@ -145,7 +145,8 @@ struct Report {
 pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     let began = Instant::now();
     let (device, sizes) = sizes(args)?;
-    let reference = device::open("emulated:4KiB,page=4KiB").map_err(|error| Failure::Failed(error.to_string()))?;
+    let reference =
+        device::open("emulated:4KiB,page=4KiB").map_err(|error| Failure::Failed(error.to_string()))?;
     let kinds = (0..u64::from(args.models))
         .map(|number| Kind::make(args.models.into(), number, sizes, &reference))
         .collect::<Result<Vec<_>, _>>()?;
@@ -236,7 +237,9 @@ fn sizes(args: &Args) -> Result<(String, Sizes), Failure> {
         )));
     }
     let model_bytes = (all / u64::from(args.models)).max(8 * info.granularity);
-    Ok((device, Sizes { page_bytes: info.granularity, model_bytes }))
+    // A third of a model, and so many fit the card that several threads can hold some.
+    let unit_bytes = (model_bytes / 3).min(info.total_bytes / 12);
+    Ok((device, Sizes { page_bytes: info.granularity, model_bytes, unit_bytes }))
 }
 
 fn open(text: &str) -> Result<device::SharedDevice, Failure> {
@@ -304,8 +307,10 @@ fn watch(counts: &Counts, done: &AtomicBool, deadline: Option<Instant>, repeat: 
         }
         let read = |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed);
         let operations = read(&counts.operations);
-        if operations != last {
-            (last, moved) = (operations, now);
+        // The pass at a round's end is no operation.
+        let done = operations + read(&counts.faults);
+        if done != last {
+            (last, moved) = (done, now);
         }
         if now - moved > HANGS {
             eprintln!("error: nothing has moved for {} s\nrepeat it with: {}", HANGS.as_secs(), repeat());

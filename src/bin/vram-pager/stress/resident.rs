@@ -80,7 +80,8 @@ impl Resident {
                 return Ok(());
             }
             if numbers.per_mille(150) {
-                let tensor = TensorId(u32::try_from(numbers.below(index.tensors().len() as u64)).unwrap_or(0));
+                let tensor =
+                    TensorId(u32::try_from(numbers.below(index.tensors().len() as u64)).unwrap_or(0));
                 let count = index.tensor_info(tensor).shape.first().copied().unwrap_or(1);
                 let row = numbers.below(count);
                 match clone.rows(tensor, &[row], &stream) {

@@ -88,7 +88,12 @@ struct Ended;
 
 impl<'w, 'k> Runner<'w, 'k> {
     /// Makes a thread's streams and checks. To be called before anything fails.
-    pub(super) fn new(world: &'w World<'k>, seed: u64, thread: u64, operations: u64) -> Result<Self, PagerError> {
+    pub(super) fn new(
+        world: &'w World<'k>,
+        seed: u64,
+        thread: u64,
+        operations: u64,
+    ) -> Result<Self, PagerError> {
         let mut runner = Self {
             world,
             numbers: Numbers::new(seed, thread),
@@ -422,7 +427,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             return Ok(());
         }
         let number = self.stream();
-        let guard = match opened.model.fault_patched_owned(opened.sets[set].as_ref(), unit, &streams[number]) {
+        let guard = match opened.model.fault_patched_owned(opened.sets[set].as_ref(), unit, &streams[number])
+        {
             Ok(guard) => guard,
             Err(error) => return self.expects("fault", &error),
         };
@@ -441,12 +447,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             return Ok(());
         }
         let stream = self.stream();
-        let used = resident.use_some(
-            &world.counts,
-            world.kinds,
-            &mut self.checkers[stream],
-            &mut self.numbers,
-        );
+        let used =
+            resident.use_some(&world.counts, world.kinds, &mut self.checkers[stream], &mut self.numbers);
         used.or_else(|error| self.expects("use modules", &error))
     }
 

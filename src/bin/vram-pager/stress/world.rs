@@ -17,7 +17,7 @@ use vram_pager::pager::{
 use vram_pager::patcher::{IdleCache, ModelPatcher, PagedPatcher, Place};
 
 use super::card::Card;
-use super::check::{Checker, CheckError, Verdict};
+use super::check::{CheckError, Checker, Verdict};
 use super::files::Kind;
 use super::judge::{self, Judgement};
 use super::numbers::Numbers;
@@ -326,6 +326,7 @@ impl<'k> World<'k> {
                     for piece in 0..opened.model.pieces(unit).map_err(text)? {
                         let guard =
                             opened.model.fault_piece_with(patches, unit, piece, &stream).map_err(text)?;
+                        self.counts.faults.fetch_add(1, Ordering::Relaxed);
                         let parts = parts_of(&opened, set, &guard.tensors());
                         if !checker.has_room(parts.len()) {
                             self.compare(&mut checker)?;
@@ -350,14 +351,9 @@ impl<'k> World<'k> {
     }
 }
 
-fn open(
-    kinds: &[Kind],
-    kind: usize,
-    pager: &Arc<Pager>,
-    counts: &Arc<Counts>,
-) -> Result<Opened, PagerError> {
+fn open(kinds: &[Kind], kind: usize, pager: &Arc<Pager>, counts: &Arc<Counts>) -> Result<Opened, PagerError> {
     let of = &kinds[kind];
-    let options = ModelOptions { compute: of.compute, piece_bytes: None, compute_per_gib: None };
+    let options = ModelOptions { compute: of.compute, piece_bytes: of.piece_bytes, compute_per_gib: None };
     let model = pager.open_model(Arc::clone(&of.index), &options)?;
     let mut sets = vec![None];
     for patches in &of.patches {

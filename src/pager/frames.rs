@@ -37,18 +37,18 @@ pub(crate) enum Role {
     Ring,
 }
 
-/// A frame's account.
+/// A frame's account. The fences are the device's, but for the models of this hand-over.
 #[derive(Debug)]
-pub(crate) struct FrameInfo {
+pub(crate) struct FrameInfo<F = Fence> {
     pub(crate) role: Role,
     /// Whose bytes it holds, or will hold once `loading` is done.
     pub(crate) content: PageKey,
     /// The load that will fill it and whose copy is not enqueued yet; zero for none.
     pub(crate) loading: u64,
     /// The copy that fills it, until it was seen done.
-    pub(crate) arrive: Option<Fence>,
+    pub(crate) arrive: Option<F>,
     /// Points that must be passed before it is written again, one a stream slot.
-    pub(crate) uses: Vec<(u8, Fence)>,
+    pub(crate) uses: Vec<(u8, F)>,
     /// Whether its content was used by the last span that touches it in a pass, or is of no use.
     pub(crate) consumed: bool,
     /// Whether its content came by a copy since a fault last counted it.
@@ -59,7 +59,7 @@ pub(crate) struct FrameInfo {
     pub(crate) mapped: u32,
 }
 
-impl FrameInfo {
+impl<F: Clone> FrameInfo<F> {
     pub(crate) fn new() -> Self {
         Self {
             role: Role::Idle,
@@ -83,13 +83,37 @@ impl FrameInfo {
     }
 
     /// Notes that work up to `fence` on stream slot `slot` uses the frame.
-    pub(crate) fn used_until(&mut self, slot: u8, fence: &Fence) {
+    pub(crate) fn used_until(&mut self, slot: u8, fence: &F) {
         match self.uses.iter_mut().find(|(other, _)| *other == slot) {
             Some((_, old)) => *old = fence.clone(),
             None => self.uses.push((slot, fence.clone())),
         }
     }
 
+    /// Marks the frame as holding, soon, the bytes of a page; `at` is the card's count of page loads.
+    pub(crate) fn occupy(&mut self, content: PageKey, at: u64) {
+        self.content = content;
+        self.loading = 0;
+        self.fresh = false;
+        self.consumed = false;
+        self.loaded_at = at;
+    }
+
+    /// The points that a copy into the frame must wait for.
+    pub(crate) fn before_copy(&self) -> impl Iterator<Item = &F> {
+        self.uses.iter().map(|(_, fence)| fence).chain(&self.arrive)
+    }
+
+    /// Notes a copy into the frame that waits for [`Self::before_copy`] and is done at `fence`.
+    pub(crate) fn copied(&mut self, fence: F) {
+        self.uses.clear();
+        self.loading = 0;
+        self.fresh = true;
+        self.arrive = Some(fence);
+    }
+}
+
+impl FrameInfo {
     /// Blocks until nothing in flight writes or reads the frame.
     pub(crate) fn wait_quiet(&mut self) -> Result<(), DeviceError> {
         if let Some(fence) = &self.arrive {
@@ -206,3 +230,7 @@ impl Frames {
         Ok(released)
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "ring_models.rs"]
+mod models;

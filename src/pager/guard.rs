@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::error::PagerError;
 use super::fault;
 use super::model::PagedModel;
+use super::mutations::Mutation;
 use super::streams::PagerStream;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{Dtype, TensorId, UnitId};
@@ -78,7 +79,8 @@ impl Pinned {
             if self.streamed.has(place) {
                 fault::release_streamed(model.core(), model.id(), span, stream);
             } else {
-                model.word(span).release(stream.bit());
+                let forgets = model.core().options.mutated().by(Mutation::ReleaseWithoutStream);
+                model.word(span).release(if forgets { 0 } else { stream.bit() });
             }
         }
     }

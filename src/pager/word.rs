@@ -21,7 +21,7 @@
 
 #![deny(unsafe_code)]
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, Padded};
 
 const PIN: u64 = 1;
 const PINS: u64 = 0xFFFF_FFFF;
@@ -211,7 +211,66 @@ impl SpanWord {
     pub(crate) fn used(&self) -> u64 {
         self.used.load(Ordering::Acquire)
     }
+
+    /// The first step of a fault that is no hit: pins the span, as arriving unless it is ready. Answers
+    /// whether it was ready. The caller holds the control lock.
+    pub(crate) fn claim(&self) -> bool {
+        self.pin();
+        let was_ready = self.view().state() == SpanState::Ready;
+        if !was_ready {
+            self.set_state(SpanState::Arriving);
+        }
+        was_ready
+    }
+
+    /// The last step of such a fault: the bytes are of `version`; the span is ready if all its copies were
+    /// seen done. The caller holds the control lock and a pin.
+    pub(crate) fn arrived(&self, version: u32, all_done: bool) {
+        if self.view().state() != SpanState::Ready {
+            self.set_version(version);
+        }
+        if all_done {
+            self.set_state(SpanState::Ready);
+        }
+    }
+
+    /// A fault that failed takes its pin back: the span is absent then, unless somebody else waits for it
+    /// too. The caller holds the control lock.
+    pub(crate) fn abandon(&self) {
+        self.unpin();
+        if self.view().state() != SpanState::Ready && self.view().pins() == 0 {
+            self.set_state(SpanState::Absent);
+        }
+    }
 }
+
+/// Takes the spans that share a page out of use: `None`, and none of them leaves, if one is pinned.
+/// Otherwise they are leaving; answers the streams that used them. The caller holds the control lock.
+pub(crate) fn leave_all(words: &[Padded<SpanWord>]) -> Option<u64> {
+    let mut used = 0;
+    for (place, word) in words.iter().enumerate() {
+        if !word.0.try_leave() {
+            put_back(&words[..place]);
+            return None;
+        }
+        used |= word.0.used();
+    }
+    Some(used)
+}
+
+/// Undoes [`leave_all`]: absent spans stayed so; the others had no pins and are put back as not yet seen
+/// done.
+pub(crate) fn put_back(words: &[Padded<SpanWord>]) {
+    for word in words {
+        if word.0.view().state() == SpanState::Leaving {
+            word.0.set_state(SpanState::Arriving);
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+#[path = "word_models.rs"]
+mod models;
 
 #[cfg(all(test, not(loom)))]
 mod tests {

@@ -125,7 +125,9 @@ impl Card {
                 (device, hooks)
             }
             _ => {
-                return Err(Failure::BadInput(format!("`{text}` is a kind of device that is not known here")));
+                return Err(Failure::BadInput(format!(
+                    "`{text}` is a kind of device that is not known here"
+                )));
             }
         };
         let mut card = Self { device, hooks, fired_before: 0, others: AtomicU64::new(0) };

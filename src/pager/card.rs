@@ -290,7 +290,7 @@ impl Pager {
     }
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
-    /// is tried once more.
+    /// is tried again, as long as there is something to reclaim.
     ///
     /// # Errors
     /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's

@@ -237,9 +237,14 @@ impl Check<'_> {
                 let device = &self.verifier.device;
                 let mut found = vec![0_u8; 8 * self.asked.len()];
                 if let Some(part) = sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
-                    // SAFETY: the target lives past the wait below; the source is our allocation.
-                    unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id())? };
-                    self.stream.synchronize()?;
+                    // SAFETY: the target lives past the wait, or for ever if that fails; the source is our
+                    // allocation.
+                    let read = unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id()) };
+                    if let Err(error) = read.and_then(|()| self.stream.synchronize()) {
+                        // The copy may still come.
+                        std::mem::forget(found);
+                        return Err(error.into());
+                    }
                 }
                 // SAFETY: our allocation, in the order of its stream.
                 unsafe { device.fill(sums.range(), 0, self.stream.id())? };
@@ -319,12 +324,16 @@ fn sum_on_host(device: &SharedDevice, stream: &Stream, range: DeviceRange) -> Re
     while at < range.bytes {
         let length = (range.bytes - at).min(size);
         let Some(part) = range.part(at, length) else { break };
-        let bytes = &mut bytes[..usize::try_from(length).unwrap_or(0)];
-        // SAFETY: the caller's guard holds the source; the target lives past the wait.
-        let read = unsafe { device.copy_to_host(bytes.as_mut_ptr(), part, stream.id()) };
-        stream.synchronize()?;
+        let target = &mut bytes[..usize::try_from(length).unwrap_or(0)];
+        // SAFETY: the caller's guard holds the source; the target lives past the wait, or for ever if that fails.
+        let read = unsafe { device.copy_to_host(target.as_mut_ptr(), part, stream.id()) };
+        if let Err(error) = stream.synchronize() {
+            // The copy may still come.
+            std::mem::forget(bytes);
+            return Err(error.into());
+        }
         read?;
-        sum = sum.wrapping_add(checksum(bytes, at / 8));
+        sum = sum.wrapping_add(checksum(target, at / 8));
         at += length;
     }
     Ok(sum)

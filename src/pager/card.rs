@@ -285,7 +285,7 @@ impl Pager {
     }
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
-    /// is tried once more.
+    /// is tried again, as long as there is something to reclaim.
     ///
     /// # Errors
     /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's
@@ -358,31 +358,39 @@ impl Pager {
     }
 }
 
-/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried once
-/// more. The caller holds no lock.
+/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried again, as
+/// long as there is something to reclaim: what comes free may lie in pieces, or another process may take it.
+/// The caller holds no lock.
 pub(super) fn allocate_on(
     core: &Arc<Core>,
     stream: &Arc<Stream>,
     bytes: u64,
 ) -> Result<PoolAllocation, PagerError> {
     match PoolAllocation::new(stream, bytes) {
-        Err(error) if error.is_out_of_memory() => {
-            {
-                let mut control = core.control.lock();
-                // What could never be had must not empty the card first.
-                reclaim::refresh_budget(core, &mut control, true)?;
-                let pool = core.device.pool_figures()?;
-                let idle = pool.reserved.saturating_sub(pool.used);
-                if bytes > u64::from(control.budget) * core.page_bytes + idle {
-                    return Err(error.into());
-                }
-                // The pool grows in whole pages, and may need one more than the bytes say.
-                reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
-                control.budget_read_at = None;
+        Err(mut error) if error.is_out_of_memory() => {
+            // Held throughout, so that no fault takes what is made free.
+            let mut control = core.control.lock();
+            // What could never be had must not empty the card first.
+            reclaim::refresh_budget(core, &mut control, true)?;
+            let pool = core.device.pool_figures()?;
+            let idle = pool.reserved.saturating_sub(pool.used);
+            if bytes > u64::from(control.budget) * core.page_bytes + idle {
+                return Err(error.into());
             }
-            let allocation = PoolAllocation::new(stream, bytes)?;
-            reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
-            Ok(allocation)
+            loop {
+                // The pool grows in whole pages, and may need one more than the bytes say.
+                let made = reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
+                control.budget_read_at = None;
+                match PoolAllocation::new(stream, bytes) {
+                    Ok(allocation) => {
+                        reclaim::refresh_budget(core, &mut control, true)?;
+                        return Ok(allocation);
+                    }
+                    Err(again) if again.is_out_of_memory() && made > 0 => error = again,
+                    Err(other) => return Err(other.into()),
+                }
+                tracing::debug!(bytes, made, %error, "no activation yet");
+            }
         }
         Ok(allocation) => {
             // The pool may have grown into what the pager meant to use.

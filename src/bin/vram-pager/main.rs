@@ -14,6 +14,7 @@ mod output;
 mod plan;
 mod replay;
 mod run;
+mod stress;
 mod synth;
 mod worker;
 
@@ -47,6 +48,7 @@ enum Command {
     Devices(devices::Args),
     Synth(synth::Args),
     Replay(replay::ReplayArgs),
+    Stress(stress::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
         Command::Worker(args) => worker::run(args),
+        Command::Stress(args) => stress::run(args, cli.json),
         Command::Replay(args) => replay::run(args).map_err(Failure::from),
     });
     match result {

@@ -198,6 +198,8 @@ impl<'k> World<'k> {
             copy_streams: numbers.pick(&[1, 1, 2]),
             chunk_bytes: (page_bytes * numbers.pick(&[1, 4, 16])).min((total / 16).max(page_bytes)),
             prefetch_loads: if setup.exact { 0 } else { numbers.pick(&[0, 2, 8, 8]) },
+            read_ahead_bytes: if setup.exact { 0 } else { numbers.pick(&[0, 4 * page_bytes, total]) },
+            copy_ahead_bytes: numbers.pick(&[None, None, Some(4 * page_bytes)]),
             ..PagerOptions::default()
         };
         let pager = Pager::new(&card.device, options)?;

@@ -35,7 +35,7 @@ pub(crate) fn passes(
     device: &SharedDevice,
     options: &RunOptions,
 ) -> Result<Report, Failure> {
-    Ok(do_passes(file, index, device, options, None)?.0)
+    Ok(do_passes(file, index, device, options, Record::No)?.0)
 }
 
 /// As [`passes`], with a recording of them; `emulated` is the device, if it is one.
@@ -46,18 +46,25 @@ pub(super) fn recorded_passes(
     emulated: Option<Arc<EmulatedDevice>>,
     options: &RunOptions,
 ) -> Result<(Report, Recording), Failure> {
-    let (report, recording) = do_passes(file, index, device, options, Some(emulated))?;
+    let (report, recording) = do_passes(file, index, device, options, Record::On(emulated))?;
     let none = || Failure::Failed("the run was not recorded".to_owned());
     Ok((report, recording.ok_or_else(none)?))
 }
 
-/// The passes; recorded if the outer option is there.
+/// Whether passes are recorded.
+enum Record {
+    No,
+    /// Yes; with the device, if it is an emulated one.
+    On(Option<Arc<EmulatedDevice>>),
+}
+
+/// The passes, and a recording of them if one is wanted.
 fn do_passes(
     file: &Path,
     index: &Arc<TensorIndex>,
     device: &SharedDevice,
     options: &RunOptions,
-    record: Option<Option<Arc<EmulatedDevice>>>,
+    record: Record,
 ) -> Result<(Report, Option<Recording>), Failure> {
     let total = device.info().total_bytes;
     let manager = Manager::new(std::slice::from_ref(device));
@@ -80,7 +87,7 @@ fn do_passes(
         .load_models_gpu(std::slice::from_ref(&patcher), LoadOptions::default())
         .map_err(|error| Failure::Failed(error.to_string()))?;
     let mut run = Run::new(&model, options)?;
-    if let Some(emulated) = record {
+    if let Record::On(emulated) = record {
         run.recorder = Some(Recorder::new(&model, emulated, &run.streams, options.passes));
     }
     let report_passes = run.all(options)?;

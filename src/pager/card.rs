@@ -14,6 +14,7 @@ use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
+use super::forecast::{headroom_of, layout_options};
 use super::frames::Frames;
 use super::load::{self, Loads};
 use super::model::{Addresses, PagedModel};
@@ -29,17 +30,14 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPr
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
-use crate::units::{MIB, try_filled, try_table};
-use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
+use crate::units::{try_filled, try_table};
+use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// Bytes that making an order takes for a page, at most.
 const ORDER_BYTES: usize = 48;
 
 /// Bytes that a span's word and its places in orders take.
 const SPAN_BYTES: usize = 192;
-
-/// The default headroom: the smaller of this and 1/32 of the card.
-const DEFAULT_HEADROOM: u64 = 400 * MIB;
 
 /// The pager of one card. Models are opened on it; they share its frames, its ring and its staging
 /// memory.
@@ -88,7 +86,7 @@ impl Pager {
                 ),
             });
         }
-        let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
+        let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
         let arena = Arena::new(
@@ -169,20 +167,9 @@ impl Pager {
         options: &ModelOptions,
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
-        let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let (whole_bytes, piece_bytes) = match options.piece_bytes {
-            Some(piece) => (piece, piece),
-            None => (total / 2, total / 16),
-        };
-        let layout = Arc::new(PageLayout::new(
-            &index,
-            &LayoutOptions {
-                page_bytes: core.page_bytes,
-                whole_bytes,
-                piece_bytes: piece_bytes.max(core.page_bytes),
-                compute: options.compute,
-            },
-        )?);
+        let total = core.device.info().total_bytes;
+        let layout_options = layout_options(total, core.headroom(), core.page_bytes, options);
+        let layout = Arc::new(PageLayout::new(&index, &layout_options)?);
         let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
         // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
         let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;
@@ -298,7 +285,7 @@ impl Pager {
     }
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
-    /// is tried once more.
+    /// is tried again, as long as there is something to reclaim.
     ///
     /// # Errors
     /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's
@@ -371,31 +358,39 @@ impl Pager {
     }
 }
 
-/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried once
-/// more. The caller holds no lock.
+/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried again, as
+/// long as there is something to reclaim: what comes free may lie in pieces, or another process may take it.
+/// The caller holds no lock.
 pub(super) fn allocate_on(
     core: &Arc<Core>,
     stream: &Arc<Stream>,
     bytes: u64,
 ) -> Result<PoolAllocation, PagerError> {
     match PoolAllocation::new(stream, bytes) {
-        Err(error) if error.is_out_of_memory() => {
-            {
-                let mut control = core.control.lock();
-                // What could never be had must not empty the card first.
-                reclaim::refresh_budget(core, &mut control, true)?;
-                let pool = core.device.pool_figures()?;
-                let idle = pool.reserved.saturating_sub(pool.used);
-                if bytes > u64::from(control.budget) * core.page_bytes + idle {
-                    return Err(error.into());
-                }
-                // The pool grows in whole pages, and may need one more than the bytes say.
-                reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
-                control.budget_read_at = None;
+        Err(mut error) if error.is_out_of_memory() => {
+            // Held throughout, so that no fault takes what is made free.
+            let mut control = core.control.lock();
+            // What could never be had must not empty the card first.
+            reclaim::refresh_budget(core, &mut control, true)?;
+            let pool = core.device.pool_figures()?;
+            let idle = pool.reserved.saturating_sub(pool.used);
+            if bytes > u64::from(control.budget) * core.page_bytes + idle {
+                return Err(error.into());
             }
-            let allocation = PoolAllocation::new(stream, bytes)?;
-            reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
-            Ok(allocation)
+            loop {
+                // The pool grows in whole pages, and may need one more than the bytes say.
+                let made = reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
+                control.budget_read_at = None;
+                match PoolAllocation::new(stream, bytes) {
+                    Ok(allocation) => {
+                        reclaim::refresh_budget(core, &mut control, true)?;
+                        return Ok(allocation);
+                    }
+                    Err(again) if again.is_out_of_memory() && made > 0 => error = again,
+                    Err(other) => return Err(other.into()),
+                }
+                tracing::debug!(bytes, made, %error, "no activation yet");
+            }
         }
         Ok(allocation) => {
             // The pool may have grown into what the pager meant to use.

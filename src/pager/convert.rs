@@ -100,6 +100,23 @@ pub(crate) fn copy_run(
     Ok(bytes)
 }
 
+/// The bytes that [`copy_run`] brings over the link for the model addresses `run`. Pure.
+pub(super) fn link_bytes(layout: &PageLayout, run: Range<u64>, cut: u64) -> u64 {
+    let mut bytes = 0;
+    let mut plain_end: Option<u64> = None;
+    for extent in cut_extents(layout, run, cut) {
+        if is_cast_on_card(&extent) {
+            plain_end = None;
+            bytes += extent.file_bytes;
+            continue;
+        }
+        let gap = plain_end.map_or(0, |end| extent.at - end);
+        bytes += extent.device_bytes + if gap <= COPIED_GAP { gap } else { 0 };
+        plain_end = Some(extent.at + extent.device_bytes);
+    }
+    bytes
+}
+
 /// Whether every extent of a run can be copied from a mapping of its file: none has to be cast by a reader.
 pub(crate) fn is_mappable(layout: &PageLayout, run: Range<u64>) -> bool {
     layout.extents(run).all(|extent| extent.from == extent.to || is_cast_on_card(&extent))

@@ -255,6 +255,16 @@ impl Control {
         }
     }
 
+    /// Whether a guard or another fault holds a span, `except` left out.
+    pub(super) fn is_anything_pinned(&self, except: (u32, u32)) -> bool {
+        (0_u32..).zip(&self.models).any(|(id, model)| {
+            model.as_ref().is_some_and(|model| {
+                let mut words = (0_u32..).zip(model.words.iter());
+                words.any(|(span, word)| word.0.view().pins() > 0 && (id, span) != except)
+            })
+        })
+    }
+
     /// Names of the units, or pieces, that guards hold now, at most a few; `except` is left out.
     pub(super) fn held_names(&self, except: Option<(u32, u32)>) -> Vec<String> {
         const SHOWN: usize = 8;

@@ -148,21 +148,20 @@ pub(super) fn drop_one_cached(control: &mut Control) -> bool {
     least.is_some_and(|id| drop_cached(control, id, 1) > 0)
 }
 
-/// Takes a staging buffer for a caller that holds no lock, waiting for copies in flight; kept pages give
-/// way if nothing else does.
+/// Takes a staging buffer for a caller that holds no lock, waiting for copies in flight. Kept pages give way
+/// where no copy is under way, or too many were waited for: they may lie so that no run of slots is free.
 pub(super) fn take_buffer(core: &Arc<Core>, slots: u32) -> Result<StagingBuffer, PagerError> {
     const PATIENT_WAITS: u32 = 20;
     const WAITS: u32 = 5000;
-    let mut waits = 0_u32;
-    let buffer = core.arena.take_waiting(slots, || {
-        waits += 1;
-        if waits > PATIENT_WAITS {
-            drop_one_cached(&mut core.control.lock());
+    for waits in 0..WAITS {
+        if let Some(buffer) = core.arena.take(slots)? {
+            return Ok(buffer);
         }
-        waits < WAITS
-    })?;
-    buffer.ok_or_else(|| PagerError::InvalidArgument {
-        what: "staging",
-        why: format!("no buffer of {slots} pages came free"),
-    })
+        // Others may be reading into buffers that come back at once.
+        let patient = waits == 0 || waits < PATIENT_WAITS && core.arena.has_copies_in_flight();
+        if patient || !drop_one_cached(&mut core.control.lock()) {
+            core.arena.wait_for_room()?;
+        }
+    }
+    Err(PagerError::InvalidArgument { what: "staging", why: format!("no buffer of {slots} pages came free") })
 }

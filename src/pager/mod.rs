@@ -18,7 +18,8 @@
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `order`, `ring` | decisions: pure functions |
+//! | `plan`, `order`, `ring`, `forecast` | decisions: pure functions |
+//! | `residency` | where every page is now, for reports |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
 //! and release on its stream its pages are resident and hold the right bytes; no page is unmapped and no
@@ -37,6 +38,7 @@ mod core;
 mod counters;
 mod error;
 mod fault;
+mod forecast;
 mod frames;
 mod guard;
 mod keep;
@@ -52,6 +54,7 @@ mod plan;
 mod pool_use;
 mod prefetch;
 mod reclaim;
+mod residency;
 mod ring;
 mod rows;
 mod streams;
@@ -62,6 +65,7 @@ pub use card::{Pager, PagerFigures};
 pub(crate) use convert::{CopySource, CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
+pub use forecast::{ASSUMED_LINK, CardFacts, CardSizes, Forecast, TooLarge, card_sizes, forecast};
 pub(crate) use guard::names_tensor;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
@@ -70,6 +74,7 @@ pub use patched::PatchedModel;
 pub(crate) use patches::{DevicePatches, copy_in};
 pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
+pub use residency::PageState;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
 pub(crate) use verify::rows_on_card;

@@ -428,7 +428,9 @@ impl PagedModel {
             };
             return Ok(Pinned { unit, spans, streamed });
         }
-        if self.pin_all_if_resident(&spans, set) {
+        // Where there is no range the pieces lie apart, and the unit has no address: that is refused below.
+        let together = matches!(self.addresses, Addresses::Stable(_));
+        if together && self.pin_all_if_resident(&spans, set) {
             self.count_hit(stream);
             return Ok(Pinned { unit, spans, streamed: Streamed::None });
         }

@@ -15,6 +15,7 @@ use super::choose::choose;
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
+use super::forecast::compute_in_copies;
 use super::frames::{NONE, PageKey, Role};
 use super::mutations::Mutation;
 use super::order::PassOrder;
@@ -22,13 +23,9 @@ use super::plain;
 use super::plan::{RingSize, plan};
 use super::ring;
 use crate::device::DeviceError;
-use crate::units::{GIB, Rate};
 
 /// How old a look at the device's memory may be while faults go on.
 pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
-
-/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
-const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -340,11 +337,9 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
             let bytes = &layout.spans()[span as usize].bytes;
             (pages_of(span), bytes.end - bytes.start)
         };
-        // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
-        let compute = model.compute_per_gib.map(|per_gib| {
-            let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
-            f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
-        });
+        let compute = model
+            .compute_per_gib
+            .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, core.device.info().link));
         choose(order_with, &model.groups, span, frames, compute)
     });
     let Some(choice) = choice else { return };

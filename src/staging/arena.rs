@@ -190,6 +190,11 @@ impl Arena {
         }
     }
 
+    /// Whether copies read buffers that were dropped: those come back by themselves.
+    pub fn has_copies_in_flight(&self) -> bool {
+        !self.shared.state.lock().pending.is_empty()
+    }
+
     /// Waits until a buffer may have come free: for the oldest copy in flight, or for a drop.
     pub fn wait_for_room(&self) -> Result<(), StagingError> {
         let mut state = self.shared.state.lock();

@@ -3,7 +3,7 @@
 # preemptions.
 #
 #   tests/models.sh          the short form, for CI: at most 2 preemptions
-#   tests/models.sh long     at most 4
+#   tests/models.sh long     at most 3
 #
 # Each model stands beside wrong protocols that loom must find (`loom_finds_...`). They build into a folder
 # of their own, target/loom, since every crate is built with `--cfg loom`.
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 case "${1:-short}" in
     short) preemptions=2 ;;
-    long) preemptions=4 ;;
+    long) preemptions=3 ;;
     *) echo "usage: tests/models.sh [short|long]" >&2; exit 2 ;;
 esac
 export LOOM_MAX_PREEMPTIONS="${LOOM_MAX_PREEMPTIONS:-$preemptions}"

@@ -27,7 +27,6 @@ use crate::device::DeviceError;
 /// How old a look at the device's memory may be while faults go on.
 pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
 
-
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TakeFrom {

@@ -84,7 +84,11 @@ pub fn index(data: &[u8], measured: Measured<'_>) {
     let mut map = BTreeMap::new();
     for shard in &shards {
         assert!(!shard.tensors.is_empty(), "a shard without tensors");
-        assert!(shard.path.components().all(|part| matches!(part, Component::Normal(_))), "{:?}", shard.path);
+        assert!(
+            shard.path.components().all(|part| matches!(part, Component::Normal(_))),
+            "{}",
+            shard.path.display()
+        );
         for tensor in &shard.tensors {
             assert!(map.insert(tensor.clone(), &shard.path).is_none(), "`{tensor}` is in two shards");
         }

@@ -333,7 +333,7 @@ fn the_work_grows_as_the_header_does() {
         ("names that begin alike", |bytes| {
             let common = "a.".repeat(bytes / 400);
             let entries = (0..199)
-                .map(|n| format!(r#""{}{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#, common));
+                .map(|n| format!(r#""{common}{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#));
             format!("{{{}}}", entries.collect::<Vec<_>>().join(","))
         }),
         ("one shape", |bytes| {

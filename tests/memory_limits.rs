@@ -68,19 +68,35 @@ const REFUSED: &str = "page-locking was refused";
 /// Three checked passes over a model of 5.2 MiB on a card of 1.4 MiB, with as much staging as is wanted.
 /// Gives what was said of refused page locks and what the arena holds.
 fn passes(device: &SharedDevice, staging: u64, readers: usize) -> (usize, ArenaFigures) {
-    let said = Said::default();
-    tracing::subscriber::with_default(said.clone(), || {
-        let options = PagerOptions { page_locked_bytes: Some(staging), readers, ..small_options() };
-        let file = ModelFile::new(&mixed_units(), 77);
-        let pager = pager(device, options);
-        let stream = pager.stream().unwrap();
-        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
-        let verifier = Verifier::new(&model).unwrap();
-        for _ in 0..3 {
-            checked_pass(&model, &stream, &verifier).unwrap();
+    // Blocks are locked by a thread of their own: what it says is heard by a listener of the whole process,
+    // one pager at a time.
+    static SAID: std::sync::OnceLock<Said> = std::sync::OnceLock::new();
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let said = SAID.get_or_init(|| {
+        let said = Said::default();
+        tracing::subscriber::set_global_default(said.clone()).unwrap();
+        said
+    });
+    said.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    let options = PagerOptions { page_locked_bytes: Some(staging), readers, ..small_options() };
+    let file = ModelFile::new(&mixed_units(), 77);
+    let pager = pager(device, options);
+    let stream = pager.stream().unwrap();
+    let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+    let verifier = Verifier::new(&model).unwrap();
+    for _ in 0..3 {
+        checked_pass(&model, &stream, &verifier).unwrap();
+    }
+    // Until all is locked or refused; the caller's watchdog ends a wait in vain.
+    loop {
+        let figures = pager.figures().staging;
+        let said = said.about(REFUSED);
+        if said > 0 || figures.page_locked_bytes == figures.held_bytes {
+            return (said, figures);
         }
-        (said.about(REFUSED), pager.figures().staging)
-    })
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod inspect;
 mod interrupt;
 mod layouts;
 mod output;
+mod plan;
 mod replay;
 mod run;
 mod synth;
@@ -41,6 +42,7 @@ struct Cli {
 enum Command {
     Demo(run::DemoArgs),
     Run(run::Args),
+    Plan(plan::Args),
     Inspect(inspect::Args),
     Devices(devices::Args),
     Synth(synth::Args),
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Demo(args) => run::demo(args, cli.json),
         Command::Run(args) => run::run(args, cli.json),
+        Command::Plan(args) => plan::run(args, cli.json),
         Command::Devices(args) => devices::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),

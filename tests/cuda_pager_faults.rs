@@ -55,7 +55,7 @@ fn run(standin: &'static Standin, files: &Files, failure: &str) -> Vec<PagerErro
                 // What was kept from a drop surfaces here, and not in the run that must go well.
                 while device.memory().is_err() {}
             };
-            let outcome = script(&device, files.one.index(), files, failure, settle);
+            let outcome = script(&device, &files.one.index(), files, failure, settle);
             errors = outcome.errors;
             let gives_back = GIVES_BACK.iter().any(|call| failure.starts_with(call));
             can_give_back = !failure.contains('+') || outcome.finished && !gives_back;
@@ -76,7 +76,7 @@ fn run(standin: &'static Standin, files: &Files, failure: &str) -> Vec<PagerErro
 fn calls(standin: &'static Standin, files: &Files) -> Vec<(String, u64)> {
     standin.fail("");
     let device = device::open(&format!("cuda:0,cap={CARD}")).unwrap();
-    let errors = script(&device, files.one.index(), files, "undisturbed", || ()).errors;
+    let errors = script(&device, &files.one.index(), files, "undisturbed", || ()).errors;
     assert!(errors.is_empty(), "{errors:?}");
     drop(device);
     let calls = standin.calls_by_name();
@@ -153,7 +153,7 @@ fn late_completions_in_any_order_change_no_byte() {
         let device = device::open(&format!("cuda:0,cap={CARD}")).unwrap();
         standin.seed_delays(0, seed);
         standin.take_told();
-        let errors = script(&device, files.one.index(), &files, &what, || ()).errors;
+        let errors = script(&device, &files.one.index(), &files, &what, || ()).errors;
         assert!(errors.is_empty(), "{what}: {errors:?}");
         assert_eq!(device.live(), LiveObjects::default(), "{what}");
         assert_eq!(standin.take_told(), Vec::<String>::new(), "{what}");

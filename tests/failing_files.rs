@@ -130,7 +130,7 @@ fn run(files: &Files, failing: Option<Failing>) -> (Plan, Vec<PagerError>) {
     {
         let (card, device) = emulated_card(CARD, "bytes are read at their address");
         let settle = || plan.lock().failing = None;
-        errors.extend(script(&device, opened, files, &what, settle).errors);
+        errors.extend(script(&device, &opened, files, &what, settle).errors);
         assert_eq!(device.live(), LiveObjects::default(), "{what}");
         assert_eq!(card.take_caught(), [], "{what}");
     }

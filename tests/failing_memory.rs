@@ -33,7 +33,7 @@ fn run(files: &Files, nth: u64, for_good: bool) -> Vec<PagerError> {
     let settle = || {
         refuse_host_memory(0, false);
     };
-    errors.extend(script(&device, Arc::new(opened.unwrap()), files, &what, settle).errors);
+    errors.extend(script(&device, &Arc::new(opened.unwrap()), files, &what, settle).errors);
     refuse_host_memory(0, false);
     assert_eq!(device.live(), LiveObjects::default(), "{what}");
     assert_eq!(card.take_caught(), [], "{what}");

@@ -32,7 +32,7 @@ fn run(files: &Files, fault: Option<Fault>, what: &str) -> (u64, Vec<PagerError>
         card.clear_faults();
         card.take_deferred();
     };
-    let errors = script(&device, files.one.index(), files, what, settle).errors;
+    let errors = script(&device, &files.one.index(), files, what, settle).errors;
     let fired = card.faults_fired();
     card.clear_faults();
     assert_nothing_left_of(&card, &device, what);
@@ -145,7 +145,7 @@ fn late_completions_in_any_order_change_no_byte() {
         let _watchdog = Watchdog::new(60, what.clone());
         let (card, device) = emulated_card(CARD, WHY);
         card.seed_delays(seed);
-        let errors = script(&device, files.one.index(), &files, &what, || ()).errors;
+        let errors = script(&device, &files.one.index(), &files, &what, || ()).errors;
         assert!(errors.is_empty(), "{what}: {errors:?}");
         assert_nothing_left(&device);
         assert_nothing_left_of(&card, &device, &what);

@@ -164,7 +164,7 @@ pub struct Outcome {
 /// The run; `settle` takes the failures away, and what follows must go well, on the same pager.
 pub fn script(
     device: &SharedDevice,
-    one: Arc<TensorIndex>,
+    one: &Arc<TensorIndex>,
     files: &Files,
     what: &str,
     settle: impl Fn(),
@@ -173,7 +173,7 @@ pub fn script(
     let mut attempt = || -> Result<(), PagerError> {
         let pager = Pager::new(device, options())?;
         let stream = pager.stream()?;
-        let one = pager.open_model(Arc::clone(&one), &ModelOptions::default())?;
+        let one = pager.open_model(Arc::clone(one), &ModelOptions::default())?;
         let plain = |expected, model, errors: &mut Vec<PagerError>| {
             let model: &PagedModel = model;
             errors.extend(pass(expected, model, &stream, what, |unit, piece| {

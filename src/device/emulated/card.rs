@@ -40,6 +40,7 @@ const MOST_DEFERRED: usize = 64;
 
 /// How an emulated card is opened.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each switch is one of the card's abilities or habits")]
 pub struct EmulatedOptions {
     /// The card's size in bytes; rounded down to whole pages.
     pub bytes: u64,
@@ -612,7 +613,9 @@ impl Device for EmulatedDevice {
             (control.all_points(), control.engines.last_end())
         };
         points.iter().for_each(Point::wait);
-        points.iter().for_each(|point| self.tell(point));
+        for point in &points {
+            self.tell(point);
+        }
         answer?;
         self.clock.reach(end);
         self.count(|counts| counts.device_sync += 1);

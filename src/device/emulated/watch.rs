@@ -47,7 +47,9 @@ impl Seen {
 
     /// What `other` has seen comes before, too.
     pub(super) fn join(&mut self, other: &Self) {
-        other.0.iter().for_each(|(stream, sequence)| self.note(*stream, *sequence));
+        for (stream, sequence) in &other.0 {
+            self.note(*stream, *sequence);
+        }
     }
 
     /// Forgets the streams that do not exist any more.
@@ -284,7 +286,9 @@ mod tests {
 
     fn seen(pairs: &[(u64, u64)]) -> Seen {
         let mut seen = Seen::default();
-        pairs.iter().for_each(|(stream, sequence)| seen.note(*stream, *sequence));
+        for (stream, sequence) in pairs {
+            seen.note(*stream, *sequence);
+        }
         seen
     }
 

@@ -16,7 +16,7 @@ use super::frames::Frames;
 use super::load::{self, Loads};
 use super::model::{Addresses, PagedModel};
 use super::options::{ModelOptions, PagerOptions};
-use super::order::{OrderLearner, PassOrder};
+use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
@@ -118,6 +118,7 @@ impl Pager {
             arena,
             readers: readers.queue(),
             headroom: AtomicU64::new(headroom),
+            looked_at: Padded::default(),
             control: Mutex::new(control),
             changed: Condvar::new(),
         };
@@ -223,10 +224,10 @@ impl Pager {
             chosen_frames: None,
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
-            sequence: Vec::new(),
+            streamed: PlaceSet::default(),
             dealt_ring: u32::MAX,
             edits: 0,
-            cursor: 0,
+            cursor: PagePlace::default(),
             priority: control.next_priority,
             promoted: false,
             together: 1,
@@ -363,6 +364,7 @@ pub(super) fn allocate_on(
                 // The pool grows in whole pages, and may need one more than the bytes say.
                 reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
                 control.budget_read_at = None;
+                core.looked_at.0.store(0, Ordering::Relaxed);
             }
             let allocation = PoolAllocation::new(stream, bytes)?;
             reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
@@ -372,6 +374,7 @@ pub(super) fn allocate_on(
             // The pool may have grown into what the pager meant to use.
             let mut control = core.control.lock();
             control.budget_read_at = None;
+            core.looked_at.0.store(0, Ordering::Relaxed);
             let pool = core.device.pool_figures()?;
             control.frames.note_pool(pool.reserved);
             control.pool_use.note(core.device.now(), pool.used);

@@ -21,11 +21,12 @@ use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::options::PagerOptions;
-use super::order::{OrderLearner, PassOrder};
+use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::patches::{DevicePatches, PatchSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
+use super::reclaim;
 use super::streams::StreamTable;
 use super::word::SpanWord;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
@@ -47,6 +48,9 @@ pub(super) struct Core {
     pub(super) readers: ReaderQueue,
     /// Bytes left free, device wide. Read live.
     pub(super) headroom: AtomicU64,
+    /// When the device's memory was last looked at, as its clock says; zero for never. On cache lines of its
+    /// own: hits read it without the lock, and the lock's word changes all the time.
+    pub(super) looked_at: Padded<AtomicU64>,
     pub(super) control: Mutex<Control>,
     /// Signalled when a load ends and when a streamed span is released.
     pub(super) changed: Condvar,
@@ -105,12 +109,10 @@ pub(super) struct Page {
     pub(super) frame: u32,
     /// Its ring slot, or [`NONE`] for a page that stays.
     pub(super) slot: u32,
-    /// Its place among the streamed pages of a pass, or [`NONE`].
-    pub(super) place: u32,
 }
 
 impl Page {
-    pub(super) const ABSENT: Self = Self { frame: NONE, slot: NONE, place: NONE };
+    pub(super) const ABSENT: Self = Self { frame: NONE, slot: NONE };
 }
 
 /// A run of pages whose bytes are kept in staging memory.
@@ -147,13 +149,13 @@ pub(super) struct ModelState {
     pub(super) chosen_frames: Option<u32>,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
-    /// Streamed pages in pass order.
-    pub(super) sequence: Vec<u32>,
+    /// The places in the pass of streamed pages.
+    pub(super) streamed: PlaceSet,
     /// Ring slots when the slots were dealt anew, and pages that were edited since.
     pub(super) dealt_ring: u32,
     pub(super) edits: u32,
-    /// The place in `sequence` that prefetch goes on at.
-    pub(super) cursor: u32,
+    /// The place in the pass that prefetch goes on at.
+    pub(super) cursor: PagePlace,
     /// Higher is more important.
     pub(super) priority: u64,
     /// Whether it may take frames from models of lower priority.
@@ -185,6 +187,12 @@ impl Core {
     /// The headroom in bytes.
     pub(super) fn headroom(&self) -> u64 {
         self.headroom.load(Ordering::Relaxed)
+    }
+
+    /// Whether the last look at the device's memory is old. Takes no lock.
+    pub(super) fn look_is_due(&self) -> bool {
+        let looked_at = ModelTime(self.looked_at.0.load(Ordering::Relaxed));
+        looked_at == ModelTime::ZERO || self.device.now().since(looked_at) >= reclaim::BUDGET_AGE
     }
 }
 
@@ -320,7 +328,7 @@ impl Control {
 impl ModelState {
     /// Pages of the spans or units that are faulted at once.
     pub(super) fn make_groups(layout: &PageLayout, whole: &HashSet<u32>) -> Vec<Range<u32>> {
-        let mut groups = Vec::new();
+        let mut groups = Vec::with_capacity(layout.spans().len());
         for (unit, place) in (0_u32..).zip(layout.units()) {
             let spans = &layout.spans()[place.spans.start as usize..place.spans.end as usize];
             match (spans.first(), spans.last()) {
@@ -336,10 +344,15 @@ impl ModelState {
     /// Takes another order of spans, or makes the order of pages anew for what is kept whole.
     pub(super) fn set_order(&mut self, spans: Vec<u32>) {
         let layout = &self.layout;
+        let next = self.order.page_at(&mut self.cursor);
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
         self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
+        // Prefetch goes on at the same page. Which places are streamed is not known before slots are dealt.
+        let place = next.and_then(|page| self.order.place_of(page, layout.spans_of_page(page)));
+        self.cursor = place.unwrap_or_default();
+        self.streamed = PlaceSet::default();
     }
 
     /// The patches that are attached.

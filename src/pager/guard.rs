@@ -61,7 +61,6 @@ pub(super) enum Streamed {
 }
 
 impl Streamed {
-    #[inline]
     fn has(&self, place: usize) -> bool {
         match self {
             Self::None => false,
@@ -74,6 +73,17 @@ impl Streamed {
 impl Pinned {
     #[inline]
     pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
+        if matches!(self.streamed, Streamed::None) {
+            for span in self.spans.clone() {
+                model.word(span).release(stream.bit());
+            }
+        } else {
+            self.release_slowly(model, stream);
+        }
+    }
+
+    #[inline(never)]
+    fn release_slowly(&self, model: &PagedModel, stream: &PagerStream) {
         for (place, span) in self.spans.clone().enumerate() {
             if self.streamed.has(place) {
                 fault::release_streamed(model.core(), model.id(), span, stream);

@@ -121,7 +121,30 @@ impl PagedModel {
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
     #[inline]
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
+        // The hit is compiled into the caller; everything else is not.
+        match self.hit(unit, stream) {
+            Some(pinned) => Ok(Guard::new(self, stream, pinned)),
+            None => self.fault_slowly(unit, stream),
+        }
+    }
+
+    #[inline(never)]
+    fn fault_slowly<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
         Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, Patience::None)?))
+    }
+
+    /// The hit of a unit of one span without patches; `None`, and nothing pinned, for all else.
+    #[inline]
+    fn hit(&self, unit: UnitId, stream: &PagerStream) -> Option<Pinned> {
+        let spans = self.layout.units().get(unit.index())?.spans.clone();
+        if spans.end - spans.start != 1 || !Arc::ptr_eq(&stream.core, self.core()) {
+            return None;
+        }
+        if !self.words.get(spans.start as usize)?.0.pin_if_resident(0) {
+            return None;
+        }
+        self.count_hit();
+        Some(Pinned { unit, spans, streamed: Streamed::None })
     }
 
     /// As [`Self::fault`], by the unit's name.
@@ -420,7 +443,7 @@ impl PagedModel {
             return Ok(Pinned { unit, spans, streamed });
         }
         if self.pin_all_if_resident(&spans, set) {
-            self.count_hit(stream);
+            self.count_hit();
             return Ok(Pinned { unit, spans, streamed: Streamed::None });
         }
         self.fault_whole(unit)?;
@@ -441,8 +464,8 @@ impl PagedModel {
     }
 
     #[inline]
-    fn count_hit(&self, stream: &PagerStream) {
-        if self.hits.add(stream.slot()) {
+    fn count_hit(&self) {
+        if self.hits.add() {
             self.look_at_the_card();
         }
     }
@@ -451,7 +474,8 @@ impl PagedModel {
     #[cold]
     fn look_at_the_card(&self) {
         let core = self.core();
-        if let Some(mut control) = core.control.try_lock()
+        if core.look_is_due()
+            && let Some(mut control) = core.control.try_lock()
             && let Err(PagerError::Device(error)) = reclaim::follow_budget(core, &mut control, self.id)
         {
             core.device.defer(error);
@@ -481,7 +505,7 @@ impl PagedModel {
         patience: Patience,
     ) -> Result<bool, PagerError> {
         if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
-            self.count_hit(stream);
+            self.count_hit();
             return Ok(false);
         }
         fault::fault_span(self, span, stream, set, patience)

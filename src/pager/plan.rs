@@ -180,8 +180,7 @@ fn modelled_pass(
     seed: u32,
 ) -> f64 {
     const PASSES: usize = 3;
-    let streamed: Vec<u32> =
-        order.pages().iter().copied().filter(|&page| order.rank(page) >= plan.resident).collect();
+    let streamed: Vec<u32> = order.pages().filter(|&page| order.rank(page) >= plan.resident).collect();
     let count = u32::try_from(streamed.len()).unwrap_or(u32::MAX);
     let page_count = order.rank_len();
     let mut place_of = vec![u32::MAX; page_count];

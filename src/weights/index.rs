@@ -24,6 +24,7 @@ pub struct TensorId(pub u32);
 
 impl TensorId {
     /// The place as an index.
+    #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -35,6 +36,7 @@ pub struct UnitId(pub u32);
 
 impl UnitId {
     /// The place as an index.
+    #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }

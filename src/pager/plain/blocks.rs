@@ -6,6 +6,8 @@
 
 #![deny(unsafe_code)]
 
+use std::sync::atomic::Ordering;
+
 use super::Block;
 use super::plan;
 use crate::device::{DeviceError, PoolAllocation};
@@ -32,6 +34,7 @@ pub(in crate::pager) fn refresh_budget(
     let figures = core.device.memory()?;
     let pool = core.device.pool_figures()?;
     control.budget_read_at = Some(now);
+    core.looked_at.0.store(now.0.max(1), Ordering::Relaxed);
     control.frames.note_pool(pool.reserved);
     let headroom = core.headroom();
     let Some(plain) = &mut control.plain else { return Ok(()) };

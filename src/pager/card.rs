@@ -22,7 +22,7 @@ use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
-use super::word::SpanWord;
+use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
@@ -174,7 +174,7 @@ impl Pager {
         )?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
-        let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
+        let words = Words::new(layout.spans().len());
         let hits = Arc::new(HitCounts::new());
         let (range, own) = if self.stable_addresses() {
             let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
@@ -211,7 +211,7 @@ impl Pager {
             name: name.clone(),
             index: Arc::clone(&index),
             layout: Arc::clone(&layout),
-            words: Arc::clone(&words),
+            words: words.clone(),
             range,
             plain: own,
             pages: vec![Page::ABSENT; pages as usize],

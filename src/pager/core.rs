@@ -28,7 +28,7 @@ use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::StreamTable;
-use super::word::SpanWord;
+use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
@@ -128,7 +128,7 @@ pub(super) struct ModelState {
     pub(super) name: String,
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
-    pub(super) words: Arc<[Padded<SpanWord>]>,
+    pub(super) words: Words,
     /// Its addresses; none on a card without virtual memory calls.
     pub(super) range: Option<AddressRange>,
     /// Its blocks, on a card without virtual memory calls.

@@ -31,8 +31,8 @@ pub struct ModelCounts {
 /// another process needs some.
 const LOOK_EVERY: u64 = 64;
 
-/// Threads that count alone at any one time; those beyond share one counter.
-const THREADS: usize = 64;
+/// Threads that count alone at any one time; those beyond share one counter. Each costs a model 128 bytes.
+const THREADS: usize = 32;
 
 /// No place was asked for yet.
 const UNASKED: u8 = u8::MAX;
@@ -68,7 +68,7 @@ impl Drop for GiveBack {
 fn ask_for_place() -> u8 {
     let found = TAKEN.fetch_update(Ordering::Acquire, Ordering::Relaxed, |taken| {
         let free = taken.trailing_ones();
-        (free < u64::BITS).then(|| taken | 1 << free)
+        ((free as usize) < THREADS).then(|| taken | 1 << free)
     });
     let place = found.ok().and_then(|taken| u8::try_from(taken.trailing_ones()).ok()).unwrap_or(SHARED);
     PLACE.set(place);

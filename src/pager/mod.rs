@@ -48,6 +48,7 @@ mod rows;
 mod streams;
 mod verify;
 mod word;
+mod words;
 
 pub use card::{Pager, PagerFigures};
 pub(crate) use convert::{CopyTarget, copy_run, patch_run};

@@ -8,10 +8,10 @@
 
 use std::cmp::Ordering;
 
-/// Pages between two marks: a quarter of a byte a page.
-const PAGES: u64 = 16;
+/// Pages between two marks: a eighth of a byte a page.
+const PAGES: u64 = 32;
 
-/// The most marks; in an address space of more than 16 million pages they stand further apart.
+/// The most marks; in an address space of more than 32 million pages they stand further apart.
 const MOST: u64 = 1 << 20;
 
 /// Marks over a list of at most 2^32 entries.

@@ -7,8 +7,9 @@
 //! a run of rows of one that is too large to be taken at once.
 //!
 //! Pure: built once from an index, immutable, no lock. What lies at an address is found in sorted lists of
-//! spans and tensors; a landmark for every 16 pages says where to look, so that a lookup costs the same in a
-//! list of any length and touches few cache lines. That is half a byte a page, and all that is kept per page.
+//! spans and tensors; a landmark for every 32 pages says where to look, so that a lookup costs the same in a
+//! list of any length and touches few cache lines. That is a quarter of a byte a page, and all that is kept
+//! per page.
 //! May import the modules beside it.
 
 #![deny(unsafe_code)]
@@ -123,7 +124,7 @@ pub struct PageLayout {
     parts: Vec<TensorPart>,
     /// In address order.
     placed: Vec<Placed>,
-    /// Each tensor's place in `placed`.
+    /// Each tensor's place in `placed`; empty where that is the tensor's own number, as in most files.
     place_of: Vec<u32>,
     /// Where to look in `spans` and in `placed`.
     spans_near: Landmarks,
@@ -138,7 +139,6 @@ struct Placed {
     /// The tensors' bytes, without padding, at all lower addresses.
     content_before: u64,
     file_offset: u64,
-    file_bytes: u64,
     file: u32,
     tensor: TensorId,
     from: Dtype,
@@ -180,6 +180,9 @@ impl PageLayout {
         for span in &mut layout.spans {
             span.pages = pages_of(&span.bytes, options.page_bytes);
         }
+        if (0..).zip(&layout.place_of).all(|(number, place)| number == *place) {
+            layout.place_of = Vec::new();
+        }
         // The lists keep no spare room: they are most of what a table takes that is not of its pages.
         layout.spans.shrink_to_fit();
         layout.parts.shrink_to_fit();
@@ -219,7 +222,6 @@ impl PageLayout {
                 bytes: piece.bytes,
                 content_before: self.total_bytes,
                 file_offset: info.offset,
-                file_bytes: info.bytes,
                 file: info.file,
                 tensor,
                 from: info.dtype,
@@ -304,7 +306,8 @@ impl PageLayout {
     /// # Panics
     /// If `tensor` is of another index that has more tensors.
     pub fn tensor_at(&self, tensor: TensorId) -> TensorPlace {
-        let placed = &self.placed[self.place_of[tensor.index()] as usize];
+        let place = self.place_of.get(tensor.index()).map_or(tensor.index(), |place| *place as usize);
+        let placed = &self.placed[place];
         TensorPlace { at: placed.at, bytes: placed.bytes, dtype: placed.to }
     }
 
@@ -396,7 +399,7 @@ impl Placed {
             device_bytes: count * to,
             file: self.file,
             file_offset: self.file_offset + elements.start * from,
-            file_bytes: (count * from).min(self.file_bytes),
+            file_bytes: count * from,
             tensor: self.tensor,
             from: self.from,
             to: self.to,

@@ -292,7 +292,9 @@ fn take_slot(control: &mut Control, id: u32, need: u64) -> Option<u32> {
         .zip(&plain.blocks)
         .filter_map(|(number, block)| block.as_ref().map(|block| (number, block)))
         .filter(|(_, block)| block.model == id && block.info.role == Role::Ring && block.bytes >= need)
-        .map(|(number, block)| (if block.info.content.is_none() { 0 } else { block.info.loaded_at }, number))
+        .map(|(number, block)| {
+            (if block.info.content.is_none() { 0 } else { block.info.uses.loaded_at() }, number)
+        })
         .collect();
     slots.sort_unstable();
     for (_, number) in slots {

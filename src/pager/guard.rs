@@ -51,9 +51,18 @@ pub(super) struct Pinned {
     pub(super) unit: UnitId,
     first: u32,
     count: u32,
-    /// Whether it is more than one resident span: then its release is not compiled into the caller.
-    slow: bool,
+    release: Release,
     streamed: Streamed,
+}
+
+/// How a guard is released. As wide as its neighbours, so that no single bytes are copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+enum Release {
+    /// It is one resident span: what is compiled into the caller.
+    Resident,
+    /// Everything else.
+    Slow,
 }
 
 /// Which spans of a run are streamed, and so are released under the control lock.
@@ -92,13 +101,14 @@ impl Pinned {
     /// One resident span.
     #[inline]
     pub(super) fn resident(unit: UnitId, span: u32) -> Self {
-        Self { unit, first: span, count: 1, slow: false, streamed: Streamed::None }
+        Self { unit, first: span, count: 1, release: Release::Resident, streamed: Streamed::None }
     }
 
     pub(super) fn new(unit: UnitId, spans: Range<u32>, streamed: Streamed) -> Self {
         let count = spans.end - spans.start;
-        let slow = count != 1 || !matches!(streamed, Streamed::None);
-        Self { unit, first: spans.start, count, slow, streamed }
+        let resident = count == 1 && matches!(streamed, Streamed::None);
+        let release = if resident { Release::Resident } else { Release::Slow };
+        Self { unit, first: spans.start, count, release, streamed }
     }
 
     /// The spans.
@@ -108,10 +118,9 @@ impl Pinned {
 
     #[inline]
     pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
-        if self.slow {
-            self.release_slowly(model, stream);
-        } else {
-            model.word(self.first).release(stream.bit());
+        match self.release {
+            Release::Resident => model.word(self.first).release(stream.bit()),
+            Release::Slow => self.release_slowly(model, stream),
         }
     }
 
@@ -128,7 +137,7 @@ impl Pinned {
 
     /// Nothing is held any more; the release was made elsewhere.
     fn forget(&mut self) {
-        (self.count, self.slow) = (0, true);
+        (self.count, self.release) = (0, Release::Slow);
     }
 }
 

@@ -1,12 +1,13 @@
 //! Sizes in bytes, device addresses and modelled time as types of their own.
 //!
-//! Owns nothing, takes no lock, and imports nothing of this crate: every other module may use it.
+//! Owns nothing but the seam through which tests refuse host memory, takes no lock, and imports nothing of this crate: every other module may use it.
 //! A size is a `u64` in bytes everywhere; only text (`"24MiB"`, `"25GB/s"`) has units, and only this
 //! file reads or writes it.
 
 #![deny(unsafe_code)]
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// One kibibyte in bytes.
@@ -216,6 +217,63 @@ pub fn format_size(bytes: u64) -> String {
         MIB..GIB => format!("{:.1} MiB", scaled(MIB)),
         _ => format!("{:.2} GiB", scaled(GIB)),
     }
+}
+
+/// The host would not give memory for one of the crate's own large tables.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the host gives no memory for {what}: {} were asked for ({bytes} bytes)", format_size(*.bytes))]
+pub struct NoHostMemory {
+    /// What it was for.
+    pub what: &'static str,
+    /// The bytes that were asked for.
+    pub bytes: u64,
+}
+
+/// Asks for host memory on behalf of `what`: the seam through which tests refuse it. Otherwise always fine.
+pub(crate) fn ask_host(what: &'static str, bytes: u64) -> Result<(), NoHostMemory> {
+    let asked = ASKED.fetch_add(1, Ordering::Relaxed) + 1;
+    let (nth, for_good) = (REFUSED.load(Ordering::Relaxed), FOR_GOOD.load(Ordering::Relaxed));
+    if nth != 0 && (asked == nth || for_good && asked > nth) {
+        return Err(NoHostMemory { what, bytes });
+    }
+    Ok(())
+}
+
+/// An empty table with room for `count` values. Large tables are made by this, so that a host without memory is
+/// an error and not the end of the process.
+///
+/// # Errors
+/// The host's refusal, with the bytes.
+pub(crate) fn try_table<T>(what: &'static str, count: usize) -> Result<Vec<T>, NoHostMemory> {
+    let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
+    ask_host(what, bytes)?;
+    let mut table = Vec::new();
+    table.try_reserve_exact(count).map_err(|_| NoHostMemory { what, bytes })?;
+    Ok(table)
+}
+
+/// As [`try_table`], filled with `value`.
+pub(crate) fn try_filled<T: Clone>(
+    what: &'static str,
+    count: usize,
+    value: T,
+) -> Result<Vec<T>, NoHostMemory> {
+    let mut table = try_table(what, count)?;
+    table.resize(count, value);
+    Ok(table)
+}
+
+static ASKED: AtomicU64 = AtomicU64::new(0);
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+static FOR_GOOD: AtomicBool = AtomicBool::new(false);
+
+/// Test hook: the `nth` request of the whole process for a large table or block of host memory from here on is
+/// refused, and with `for_good` all after it; zero refuses none. Answers the requests since the last call.
+#[doc(hidden)]
+pub fn refuse_host_memory(nth: u64, for_good: bool) -> u64 {
+    FOR_GOOD.store(for_good, Ordering::Relaxed);
+    REFUSED.store(nth, Ordering::Relaxed);
+    ASKED.swap(0, Ordering::Relaxed)
 }
 
 #[cfg(test)]

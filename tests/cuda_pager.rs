@@ -148,6 +148,8 @@ fn capture(standin: &'static Standin, device: &SharedDevice) {
         refused(model.fault_piece(unit_id(not_ready), 0, &stream).unwrap_err());
         let tensor = model.index().unit_info(unit_id(not_ready)).tensors[0];
         refused(model.fault_rows(tensor, &[0], &stream).unwrap_err());
+        let error = pager.allocate(&stream, MIB).unwrap_err();
+        assert!(matches!(error, PagerError::AllocateWhileCapturing { bytes: MIB, .. }), "{error}");
         // Released within the capture: its memory stays until the capture is over.
         drop(streamed);
         // Others go on, and whatever they reclaim, nothing is recorded on the stream that is captured.

@@ -33,6 +33,7 @@ pub fn check_known_device(device: c_int) -> Answer {
 fn open_card(state: &mut State) -> Result<Card, Fail> {
     let mut options = EmulatedOptions::new(state.settings.bytes);
     options.page_bytes = state.settings.page;
+    options.keeps_bytes = state.settings.keeps_bytes;
     let device = EmulatedDevice::open(options)?;
     device.seed_delays(state.settings.delays);
     for module in kernels::modules() {

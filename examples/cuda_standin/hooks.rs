@@ -3,10 +3,11 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::Duration;
 
+use vram_pager::device::HostMemory;
 use vram_pager::device::emulated::Hold;
 
 use crate::settings::{VirtualMemory, parse_failure};
-use crate::state::{misuses, state};
+use crate::state::{misuses, nanoseconds, shout, state, take_told};
 
 /// How long a hold lasts on the modelled clock: longer than any test's calls.
 const HELD: Duration = Duration::from_secs(1);
@@ -36,11 +37,87 @@ pub extern "C" fn vram_pager_standin_calls() -> u64 {
     state().calls()
 }
 
+/// Calls of one driver function since the failures were set.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_calls_of(name: *const c_char) -> u64 {
+    if name.is_null() {
+        return 0;
+    }
+    // SAFETY: a string that ends in a NUL, says the caller.
+    unsafe { CStr::from_ptr(name) }.to_str().map_or(0, |name| state().calls_of(name))
+}
+
+/// Nanoseconds that were spent inside driver calls, all threads together.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_nanoseconds() -> u64 {
+    nanoseconds()
+}
+
 /// How often misuse was told.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]
 pub extern "C" fn vram_pager_standin_misuses() -> u64 {
     misuses()
+}
+
+/// Calls since the failures were set, as `NAME=COUNT` lines by name; answers the length, and writes as much of
+/// it as there is room for.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_calls_by_name(to: *mut c_char, room: usize) -> usize {
+    let text = state().calls_by_name();
+    // SAFETY: room for so many bytes, says the caller.
+    unsafe { give(&text, to, room) }
+}
+
+/// What was told of misuse since this was called last, a line each; answers the length, and writes as much of it
+/// as there is room for.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vram_pager_standin_take_told(to: *mut c_char, room: usize) -> usize {
+    // SAFETY: room for so many bytes, says the caller.
+    unsafe { give(&take_told().join("\n"), to, room) }
+}
+
+/// Copies a text out.
+///
+/// # Safety
+/// `to` has room for `room` bytes.
+unsafe fn give(text: &str, to: *mut c_char, room: usize) -> usize {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr().cast(), to, text.len().min(room)) };
+    text.len()
+}
+
+/// The host is about to write its memory, or to give it up: what a driver cannot see. Answers 1, and tells of
+/// misuse, if a copy of any card may still use it.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_host_write(start: *const c_void, bytes: usize) -> c_int {
+    let devices: Vec<_> = state().cards.iter().flatten().map(|card| card.device.clone()).collect();
+    let refused = devices.iter().find_map(|device| device.host_write(start.cast(), bytes as u64).err());
+    match refused {
+        Some(error) => {
+            shout("host_write", &error.to_string());
+            1
+        }
+        None => 0,
+    }
+}
+
+/// From here on each operation of an open card keeps the calls that led to it, so that misuse is told with
+/// both sides by file and line. Answers 0, or 1 if the card is not open.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_keep_sites(ordinal: u32, keep: c_int) -> c_int {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    card.map_or(1, |card| {
+        card.device.keep_sites(keep != 0);
+        0
+    })
 }
 
 /// Retained primary contexts plus objects in them: 0 when a program left nothing behind.

@@ -23,6 +23,7 @@
 //! | `VRAM_PAGER_STANDIN_MISSING` | names, comma-separated, that the library does not export | |
 //! | `VRAM_PAGER_STANDIN_FAIL` | `NAME@N=CODE`, comma-separated: the Nth call of that name (`*` for any) fails with that code; `@N+` from then on | |
 //! | `VRAM_PAGER_STANDIN_MISUSE` | `log`, or `abort` the process at the first misuse | `log` |
+//! | `VRAM_PAGER_STANDIN_BACKING` | `host`; `none`: memory has addresses and accounts, but no bytes | `host` |
 //! | `VRAM_PAGER_STANDIN_DELAYS` | a seed: work completes late, by up to 0.4 ms | `0` |
 //!
 //! A test in the same process finds hooks beside the driver's names: `vram_pager_standin_*`, in

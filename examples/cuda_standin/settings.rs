@@ -36,6 +36,8 @@ pub struct Settings {
     pub failures: Vec<Failure>,
     pub abort_on_misuse: bool,
     pub delays: u64,
+    /// Whether memory has bytes; without, a card of any size costs none and every copy is a count.
+    pub keeps_bytes: bool,
 }
 
 fn variable(name: &str) -> Option<String> {
@@ -78,6 +80,11 @@ impl Settings {
                 _ => None,
             }),
             delays: read("DELAYS", 0, |text| text.parse().ok()),
+            keeps_bytes: read("BACKING", true, |text| match text {
+                "host" => Some(true),
+                "none" => Some(false),
+                _ => None,
+            }),
         }
     }
 

@@ -11,6 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::thread::ThreadId;
+use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::emulated::EmulatedDevice;
@@ -199,9 +200,22 @@ impl State {
         self.calls_by_name.clear();
     }
 
+    /// Calls of one name since the failures were set.
+    pub fn calls_of(&self, call: &str) -> u64 {
+        self.calls_by_name.get(call).copied().unwrap_or(0)
+    }
+
     /// Calls since the failures were set.
     pub fn calls(&self) -> u64 {
         self.calls
+    }
+
+    /// The same by name.
+    pub fn calls_by_name(&self) -> String {
+        let mut lines: Vec<String> =
+            self.calls_by_name.iter().map(|(name, calls)| format!("{name}={calls}\n")).collect();
+        lines.sort();
+        lines.concat()
     }
 
     /// The card of a context.
@@ -270,9 +284,32 @@ pub fn misuses() -> u64 {
     MISUSES.load(Ordering::Relaxed)
 }
 
+static NANOSECONDS: AtomicU64 = AtomicU64::new(0);
+
+/// The time that was spent inside driver calls, all threads together.
+pub fn nanoseconds() -> u64 {
+    NANOSECONDS.load(Ordering::Relaxed)
+}
+
+/// Texts of misuse that are kept for a test to ask for.
+const MOST_TOLD: usize = 64;
+
+static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// What was told of misuse since this was asked last.
+pub fn take_told() -> Vec<String> {
+    std::mem::take(&mut *TOLD.lock())
+}
+
 /// Tells of misuse.
 pub fn shout(call: &str, why: &str) {
     MISUSES.fetch_add(1, Ordering::Relaxed);
+    {
+        let mut told = TOLD.lock();
+        if told.len() < MOST_TOLD {
+            told.push(format!("{call}: {why}"));
+        }
+    }
     eprintln!("cuda stand-in: MISUSE in {call}: {why}");
     if state().settings.abort_on_misuse {
         std::process::abort();
@@ -286,6 +323,14 @@ fn is_sticky(code: i32) -> bool {
 
 /// Runs a call's body and answers its code.
 pub fn answer(call: &'static str, body: impl FnOnce() -> Answer) -> c_int {
+    let began = Instant::now();
+    let code = answer_untimed(call, body);
+    let spent = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    NANOSECONDS.fetch_add(spent, Ordering::Relaxed);
+    code
+}
+
+fn answer_untimed(call: &'static str, body: impl FnOnce() -> Answer) -> c_int {
     let told = state().strike(call);
     let outcome = match told {
         Some(code) => Err(Fail::plain(code)),

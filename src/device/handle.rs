@@ -9,13 +9,13 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
-use crate::units::{DeviceAddress, DeviceRange};
+use crate::sync::Owners;
+use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
@@ -151,7 +151,7 @@ pub struct Fence {
 struct FenceSlot {
     event: Event,
     /// Clones of the fence that this event stands for now; zero while it lies in the pool.
-    owners: AtomicU32,
+    owners: Owners,
     pool: std::sync::Weak<FencePoolInner>,
 }
 
@@ -181,11 +181,11 @@ impl FencePool {
             Some(slot) => slot,
             None => Arc::new(FenceSlot {
                 event: Event::new(&self.device)?,
-                owners: AtomicU32::new(0),
+                owners: Owners::none(),
                 pool: Arc::downgrade(&self.inner),
             }),
         };
-        slot.owners.store(1, Ordering::Relaxed);
+        slot.owners.first();
         let fence = Fence { slot };
         fence.slot.event.record(stream.id())?;
         Ok(fence)
@@ -230,7 +230,7 @@ impl Fence {
 
 impl Clone for Fence {
     fn clone(&self) -> Self {
-        self.slot.owners.fetch_add(1, Ordering::Relaxed);
+        self.slot.owners.add();
         Self { slot: Arc::clone(&self.slot) }
     }
 }
@@ -243,12 +243,11 @@ impl fmt::Debug for Fence {
 
 impl Drop for Fence {
     fn drop(&mut self) {
-        // Release pairs with the acquire below: all owners' uses of the event come before its next record.
-        if self.slot.owners.fetch_sub(1, Ordering::Release) == 1 {
-            std::sync::atomic::fence(Ordering::Acquire);
-            if let Some(pool) = self.slot.pool.upgrade() {
-                pool.idle.lock().push(Arc::clone(&self.slot));
-            }
+        // All owners' uses of the event come before its next record.
+        if self.slot.owners.leave()
+            && let Some(pool) = self.slot.pool.upgrade()
+        {
+            pool.idle.lock().push(Arc::clone(&self.slot));
         }
     }
 }
@@ -358,8 +357,11 @@ impl AddressRange {
                 why: format!("{pages} pages of {page_bytes} bytes are no range"),
             });
         };
+        let mapped = try_filled("an address range", pages.div_ceil(64), 0).map_err(|error| {
+            DeviceError::Host { call: "reserve", bytes: error.bytes, why: error.to_string() }
+        })?;
         let range = device.reserve(bytes)?;
-        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped: vec![0; pages.div_ceil(64)] })
+        Ok(Self { device: Arc::clone(device), range, page_bytes, mapped })
     }
 
     /// The whole range.
@@ -497,6 +499,7 @@ impl HostBlock {
             .checked_next_multiple_of(host_page_bytes())
             .and_then(|length| usize::try_from(length).ok())
             .ok_or_else(|| refuse("more than an address space".to_owned()))?;
+        ask_host("a block", bytes).map_err(|error| refuse(error.to_string()))?;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe {
             libc::mmap(
@@ -565,6 +568,9 @@ impl fmt::Debug for HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
+        if let Err(error) = self.device.host_write(self.start, self.bytes) {
+            self.device.defer(error);
+        }
         // SAFETY: the owner of the block waits for the copies that use it before it drops the block.
         if let Err(error) = unsafe { self.page_unlock() } {
             self.device.defer(error);

@@ -265,6 +265,14 @@ pub trait HostMemory {
     /// # Safety
     /// The block was page-locked by this device and no copy in flight uses it.
     unsafe fn page_unlock(&self, start: *mut u8) -> Result<(), DeviceError>;
+
+    /// Says that the host is about to write `bytes` of its memory at `start`, or to give them up. A device
+    /// that watches over memory in use refuses that as misuse while a copy whose end the host was not told
+    /// touches them; any other takes no notice.
+    fn host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+        let _ = (start, bytes);
+        Ok(())
+    }
 }
 
 /// Streams and events. Work of one stream runs in order; streams run beside each other.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use super::core::{Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
+use super::mutations::Mutation;
 use super::patches::{DevicePatches, PatchSet};
 use super::plain;
 use crate::weights::UnitId;
@@ -34,7 +35,7 @@ pub(super) fn attach(
     let mut last = None;
     for (span, place) in (0_u32..).zip(layout.spans()) {
         let versions = [&old_set, &new_set].map(|set| PatchSet::version_of(set.as_ref(), span));
-        if versions[0] == versions[1] {
+        if versions[0] == versions[1] || control.mutated.by(Mutation::StalePatches) {
             continue;
         }
         if control.plain.is_some() {
@@ -96,7 +97,9 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
     if frame != NONE {
         let info = control.frames.info_mut(frame);
         info.clear_content();
-        for (slot, fence) in fences? {
+        for (slot, fence) in
+            fences?.into_iter().filter(|_| !control.mutated.by(Mutation::RewriteWithoutFence))
+        {
             info.used_until(slot, &fence);
         }
     }

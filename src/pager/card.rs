@@ -27,8 +27,14 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPr
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
-use crate::units::MIB;
+use crate::units::{MIB, try_filled, try_table};
 use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
+
+/// Bytes that making an order takes for a page, at most.
+const ORDER_BYTES: usize = 48;
+
+/// Bytes that a span's word and its places in orders take.
+const SPAN_BYTES: usize = 192;
 
 /// The default headroom: the smaller of this and 1/32 of the card.
 const DEFAULT_HEADROOM: u64 = 400 * MIB;
@@ -89,6 +95,7 @@ impl Pager {
         let readers = ReaderPool::new(options.readers)
             .map_err(|error| PagerError::Reader { model: info.name.clone(), why: error.to_string() })?;
         let control = Control {
+            mutated: options.mutated(),
             frames: Frames::new(device, page_bytes),
             engine: CopyEngine::new(device, options.copy_streams)?,
             streams: StreamTable::new(),
@@ -172,6 +179,10 @@ impl Pager {
                 compute: options.compute,
             },
         )?);
+        let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
+        // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
+        let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;
+        drop(try_table::<u8>("a model's order", beside)?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
         let words = Words::new(layout.spans().len());
@@ -214,7 +225,7 @@ impl Pager {
             words: words.clone(),
             range,
             plain: own,
-            pages: vec![Page::ABSENT; pages as usize],
+            pages: table,
             order,
             learner: OrderLearner::new(spans as usize),
             groups,
@@ -279,7 +290,15 @@ impl Pager {
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
     /// is tried once more.
+    ///
+    /// # Errors
+    /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's
+    /// error if the memory is not there, or could never be.
     pub fn allocate(&self, stream: &PagerStream, bytes: u64) -> Result<PoolAllocation, PagerError> {
+        if stream.is_capturing()? {
+            let device = self.core.device.info().name.clone();
+            return Err(PagerError::AllocateWhileCapturing { device, bytes });
+        }
         allocate_on(&self.core, stream.stream(), bytes)
     }
 

@@ -10,8 +10,8 @@
 use super::core::{Control, Core, ModelState, Page};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
+use super::mutations::Mutation;
 use super::reclaim::{self, TakeFrom};
-use super::word::SpanState;
 use crate::device::DeviceError;
 
 /// Whether a fault would rather wait for another's guard than take memory that is still of use.
@@ -98,14 +98,7 @@ pub(super) fn occupy(control: &mut Control, id: u32, page: u32) {
     if frame == NONE {
         return;
     }
-    let info = control.frames.info_mut(frame);
-    info.content = PageKey { model: id, page };
-    info.loading = 0;
-    info.fresh = false;
-    info.consumed = false;
-    if info.role == Role::Ring {
-        info.uses.set_loaded_at(loads);
-    }
+    control.frames.info_mut(frame).occupy(PageKey { model: id, page }, loads);
 }
 
 /// Undoes [`occupy`] for a page whose load was never asked for.
@@ -341,12 +334,15 @@ pub(super) fn unmap(control: &mut Control, id: u32, page: u32) -> Result<(), Dev
         model.layout.spans_of_page(page).fold(0, |used, span| used | model.words[span as usize].0.used());
     let key = PageKey { model: id, page };
     let info = frames.info_mut(frame);
-    if info.role == Role::Resident || info.content == key {
+    let skips = control.mutated.by(Mutation::UnmapWithoutWait);
+    if !skips && (info.role == Role::Resident || info.content == key) {
         for fence in streams.fences(used, engine)? {
             fence.wait()?;
         }
     }
-    info.wait_quiet()?;
+    if !skips {
+        info.wait_quiet()?;
+    }
     let Some(range) = &mut model.range else { return Ok(()) };
     // SAFETY: no span of the page is pinned or ready (the caller took them), so no new work names its
     // address; work given before was waited for above.
@@ -423,10 +419,6 @@ fn never_fits(core: &Core, control: &Control, id: u32, span: u32) -> PagerError 
 /// The state of a span after a claim failed: absent, unless somebody else waits for it too.
 pub(super) fn abandon(control: &Control, id: u32, span: u32) {
     if let Some(model) = control.model(id) {
-        let word = &model.words[span as usize].0;
-        word.unpin();
-        if word.view().state() != SpanState::Ready && word.view().pins() == 0 {
-            word.set_state(SpanState::Absent);
-        }
+        model.words[span as usize].0.abandon();
     }
 }

@@ -20,6 +20,7 @@ use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
+use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::patches::{DevicePatches, PatchSet};
@@ -28,6 +29,7 @@ use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::StreamTable;
+use super::word;
 use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
@@ -59,6 +61,8 @@ pub(super) struct Core {
 /// What the control lock protects.
 #[derive(Debug)]
 pub(super) struct Control {
+    /// The mistake that a unit test built in.
+    pub(super) mutated: Mutated,
     pub(super) frames: Frames,
     pub(super) engine: CopyEngine,
     pub(super) streams: StreamTable,
@@ -223,26 +227,16 @@ impl Control {
     pub(super) fn leave_page(&self, key: PageKey) -> Option<u64> {
         let Some(model) = self.model(key.model) else { return Some(0) };
         let spans = model.layout.spans_of_page(key.page);
-        // Absent spans stayed so; the others had no pins and are put back as not yet seen done.
-        let put_back = |spans: Range<u32>| {
-            for undo in spans {
-                let word = &model.words[undo as usize].0;
-                if word.view().state() == super::word::SpanState::Leaving {
-                    word.set_state(super::word::SpanState::Arriving);
-                }
+        let words = model.words.of(spans);
+        let used = match word::leave_all(words.clone()) {
+            Some(used) => used,
+            None if self.mutated.by(Mutation::TakePinned) => {
+                words.clone().fold(0, |used, word| used | word.0.used())
             }
+            None => return None,
         };
-        let mut used = 0;
-        for span in spans.clone() {
-            let word = &model.words[span as usize].0;
-            if !word.try_leave() {
-                put_back(spans.start..span);
-                return None;
-            }
-            used |= word.used();
-        }
         if self.streams.is_capturing(used) {
-            put_back(spans);
+            word::put_back(words);
             return None;
         }
         Some(used)

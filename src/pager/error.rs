@@ -8,7 +8,7 @@
 
 use crate::device::DeviceError;
 use crate::staging::StagingError;
-use crate::units::format_size;
+use crate::units::{NoHostMemory, format_size};
 use crate::weights::WeightsError;
 
 /// An error of the pager.
@@ -24,6 +24,9 @@ pub enum PagerError {
     /// No staging memory could be had.
     #[error(transparent)]
     Staging(#[from] StagingError),
+    /// The host has no memory for the pager's own tables.
+    #[error(transparent)]
+    NoHostMemory(#[from] NoHostMemory),
     /// The unit, or the smallest piece of it, is larger than the card can give at best.
     #[error(
         "{model}: {what} needs {} on {device} at once ({need} bytes), and there could be at most {} ({limit} bytes){}",
@@ -103,6 +106,17 @@ pub enum PagerError {
         model: String,
         /// The unit, piece or rows.
         what: String,
+    },
+    /// The stream is being captured into a graph: memory from the pool would belong to the graph then, and
+    /// not to the card's accounts.
+    #[error(
+        "{device}: {bytes} bytes for activations were asked for on a stream that is being captured into a graph; allocate before the capture and keep them for every replay"
+    )]
+    AllocateWhileCapturing {
+        /// The device's name.
+        device: String,
+        /// What was asked for.
+        bytes: u64,
     },
     /// All 64 places for streams are taken.
     #[error("{device} has 64 registered streams already; drop one that is not used")]

@@ -15,15 +15,15 @@ use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState, StreamedRelease};
 use super::error::PagerError;
 use super::frames::{NONE, Role};
-use super::load;
+use super::load::{self, WaitFor};
 use super::model::PagedModel;
+use super::mutations::Mutation;
 use super::order::Learned;
 use super::patches::{DevicePatches, PatchSet};
 use super::plain;
 use super::prefetch;
 use super::reclaim;
 use super::streams::PagerStream;
-use super::word::SpanState;
 use crate::device::{DeviceError, Fence};
 
 /// Faults one span, made with the patches of `set`, on a stream and leaves it pinned. Answers whether it is streamed, in which case its
@@ -51,11 +51,7 @@ pub(super) fn fault_span(
     let together = control.under_way + 1;
     reclaim::note_together(core, &mut control, id, together)?;
     let word = model.word(span);
-    word.pin();
-    let was_ready = word.view().state() == SpanState::Ready;
-    if !was_ready {
-        word.set_state(SpanState::Arriving);
-    }
+    word.claim();
     control.under_way += 1;
     let mut count = Count::Hit;
     let brought = if control.plain.is_some() {
@@ -166,18 +162,20 @@ impl Count {
 /// Lets go of the lock until a load went on.
 fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) -> Result<(), PagerError> {
     load::pump(core, control);
-    if !control.loads.is_starved() {
-        if control.loads.outstanding() > 0 {
+    match control.loads.wait_for() {
+        WaitFor::Nothing => return Ok(()),
+        WaitFor::Signal => {
             core.changed.wait(control);
+            return Ok(());
         }
-        return Ok(());
+        WaitFor::Buffer => {}
     }
     // No buffer and nobody reading: a copy in flight will give one back, or else a kept page must.
     let arena = Arc::clone(&core.arena);
     let waited = MutexGuard::unlocked(control, || arena.wait_for_room());
     waited?;
     load::pump(core, control);
-    if control.loads.is_starved() {
+    if control.loads.wait_for() == WaitFor::Buffer {
         load::drop_one_cached(control);
         load::pump(core, control);
     }
@@ -211,16 +209,13 @@ fn arrive(
             continue;
         }
         all_done = false;
-        fence.wait_on(stream)?;
+        if !control.mutated.by(Mutation::KernelWithoutArrival) {
+            fence.wait_on(stream)?;
+        }
         last = Some(fence.clone());
     }
-    let word = &model.words[span as usize].0;
-    if word.view().state() != SpanState::Ready {
-        word.set_version(PatchSet::version_of(set, span));
-    }
-    if all_done {
-        word.set_state(SpanState::Ready);
-    }
+    let all_done = all_done || control.mutated.by(Mutation::ReadyTooEarly);
+    model.words[span as usize].0.arrived(PatchSet::version_of(set, span), all_done);
     Ok(())
 }
 
@@ -282,7 +277,9 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
             if info.role != Role::Ring {
                 continue;
             }
-            if let Some(fence) = &fence {
+            if let Some(fence) = &fence
+                && !control.mutated.by(Mutation::ReleaseWithoutFence)
+            {
                 info.used_until(slot, fence);
             }
             if model.is_last_use(page, span) {

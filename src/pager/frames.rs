@@ -37,18 +37,19 @@ pub(crate) enum Role {
     Ring,
 }
 
-/// A frame's account: 40 bytes, since a fault of a large model looks at those of all of its pages.
+/// A frame's account: 40 bytes, since a fault of a large model looks at those of all of its pages. The fences are
+/// the device's, but for the models of this hand-over.
 #[derive(Debug)]
-pub(crate) struct FrameInfo {
+pub(crate) struct FrameInfo<F = Fence> {
     pub(crate) role: Role,
     /// Whose bytes it holds, or will hold once `loading` is done.
     pub(crate) content: PageKey,
     /// The load that will fill it and whose copy is not enqueued yet; zero for none.
     pub(crate) loading: u64,
     /// The copy that fills it, until it was seen done.
-    pub(crate) arrive: Option<Fence>,
+    pub(crate) arrive: Option<F>,
     /// What is known of its use by streams.
-    pub(crate) uses: Uses,
+    pub(crate) uses: Uses<F>,
     /// Whether its content was used by the last span that touches it in a pass, or is of no use.
     pub(crate) consumed: bool,
     /// Whether its content came by a copy since a fault last counted it.
@@ -59,18 +60,22 @@ pub(crate) struct FrameInfo {
 
 /// Points that must be passed before a frame is written again, one a stream slot, and when its content was asked
 /// for. A frame that only ever was a page's own has neither, so they lie apart.
-#[derive(Debug, Default)]
-pub(crate) struct Uses(Option<Box<UseList>>);
+#[derive(Debug)]
+pub(crate) struct Uses<F>(Option<Box<UseList<F>>>);
 
-#[derive(Debug, Default)]
-struct UseList {
-    points: Vec<(u8, Fence)>,
+#[derive(Debug)]
+struct UseList<F> {
+    points: Vec<(u8, F)>,
     loaded_at: u64,
 }
 
-impl Uses {
+impl<F> Uses<F> {
+    fn list(&mut self) -> &mut UseList<F> {
+        self.0.get_or_insert_with(|| Box::new(UseList { points: Vec::new(), loaded_at: 0 }))
+    }
+
     /// The points, each with its stream's slot.
-    pub(crate) fn iter(&self) -> std::slice::Iter<'_, (u8, Fence)> {
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, (u8, F)> {
         self.0.as_deref().map_or(&[][..], |list| &list.points).iter()
     }
 
@@ -87,18 +92,18 @@ impl Uses {
     }
 
     pub(crate) fn set_loaded_at(&mut self, loads: u64) {
-        self.0.get_or_insert_default().loaded_at = loads;
+        self.list().loaded_at = loads;
     }
 }
 
-impl FrameInfo {
+impl<F: Clone> FrameInfo<F> {
     pub(crate) fn new() -> Self {
         Self {
             role: Role::Idle,
             content: PageKey::NONE,
             loading: 0,
             arrive: None,
-            uses: Uses::default(),
+            uses: Uses(None),
             consumed: true,
             fresh: false,
             mapped: 0,
@@ -114,14 +119,40 @@ impl FrameInfo {
     }
 
     /// Notes that work up to `fence` on stream slot `slot` uses the frame.
-    pub(crate) fn used_until(&mut self, slot: u8, fence: &Fence) {
-        let points = &mut self.uses.0.get_or_insert_default().points;
+    pub(crate) fn used_until(&mut self, slot: u8, fence: &F) {
+        let points = &mut self.uses.list().points;
         match points.iter_mut().find(|(other, _)| *other == slot) {
             Some((_, old)) => *old = fence.clone(),
             None => points.push((slot, fence.clone())),
         }
     }
 
+    /// Marks the frame as holding, soon, the bytes of a page; `at` is the card's count of page loads.
+    pub(crate) fn occupy(&mut self, content: PageKey, at: u64) {
+        self.content = content;
+        self.loading = 0;
+        self.fresh = false;
+        self.consumed = false;
+        if self.role == Role::Ring {
+            self.uses.set_loaded_at(at);
+        }
+    }
+
+    /// The points that a copy into the frame must wait for.
+    pub(crate) fn before_copy(&self) -> impl Iterator<Item = &F> {
+        self.uses.iter().map(|(_, fence)| fence).chain(&self.arrive)
+    }
+
+    /// Notes a copy into the frame that waits for [`Self::before_copy`] and is done at `fence`.
+    pub(crate) fn copied(&mut self, fence: F) {
+        self.uses.clear();
+        self.loading = 0;
+        self.fresh = true;
+        self.arrive = Some(fence);
+    }
+}
+
+impl FrameInfo {
     /// Blocks until nothing in flight writes or reads the frame.
     pub(crate) fn wait_quiet(&mut self) -> Result<(), DeviceError> {
         if let Some(fence) = &self.arrive {
@@ -247,7 +278,7 @@ impl Frames {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -256,3 +287,7 @@ mod tests {
         assert_eq!(size_of::<FrameInfo>(), 40);
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "ring_models.rs"]
+mod models;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::error::PagerError;
 use super::fault;
 use super::model::PagedModel;
+use super::mutations::Mutation;
 use super::streams::PagerStream;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{Dtype, TensorId, UnitId};
@@ -119,7 +120,7 @@ impl Pinned {
     #[inline]
     pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
         match self.release {
-            Release::Resident => model.word(self.first).release(stream.bit()),
+            Release::Resident => release_span(model, self.first, stream),
             Release::Slow => self.release_slowly(model, stream),
         }
     }
@@ -130,7 +131,7 @@ impl Pinned {
             if self.streamed.has(place) {
                 fault::release_streamed(model.core(), model.id(), span, stream);
             } else {
-                model.word(span).release(stream.bit());
+                release_span(model, span, stream);
             }
         }
     }
@@ -139,6 +140,13 @@ impl Pinned {
     fn forget(&mut self) {
         (self.count, self.release) = (0, Release::Slow);
     }
+}
+
+/// Releases a resident span.
+#[inline]
+fn release_span(model: &PagedModel, span: u32, stream: &PagerStream) {
+    let forgets = model.core().options.mutated().by(Mutation::ReleaseWithoutStream);
+    model.word(span).release(if forgets { 0 } else { stream.bit() });
 }
 
 /// A unit, or a piece of one, on the device: its tensors' addresses, valid for work on its stream until

@@ -17,43 +17,58 @@ use super::convert;
 use super::core::{CachedRun, Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
+use super::mutations::Mutation;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::transfer::{ReadJob, cut_extents, read_extents};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
-/// The loads under way, oldest first.
+/// What a read gave: a buffer with the bytes, and how many came from files.
+type ReadResult = Result<(StagingBuffer, u64), PagerError>;
+
+/// The loads under way, oldest first. `R` is what a read gives.
 #[derive(Debug)]
-pub(super) struct Loads {
-    queue: VecDeque<Load>,
+pub(super) struct Loads<R = ReadResult> {
+    queue: VecDeque<Load<R>>,
     /// The number of the next load; zero is no load.
     next: u64,
     reading: usize,
 }
 
 #[derive(Debug)]
-struct Load {
+struct Load<R = ReadResult> {
     id: u64,
     model: u32,
     first: u32,
     count: u32,
-    state: LoadState,
+    state: LoadState<R>,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
 }
 
 #[derive(Debug)]
-enum LoadState {
+enum LoadState<R = ReadResult> {
     /// For a buffer.
     Waiting,
     Reading,
-    Read(Result<(StagingBuffer, u64), PagerError>),
+    Read(R),
     /// Its model is gone.
     Cancelled,
 }
 
-impl Loads {
+/// What a fault must wait for whose bytes are on the way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum WaitFor {
+    /// Nothing is under way.
+    Nothing,
+    /// The signal that a load went on.
+    Signal,
+    /// A staging buffer: nobody reads, so nobody will signal.
+    Buffer,
+}
+
+impl<R> Loads<R> {
     pub(super) fn new() -> Self {
         Self { queue: VecDeque::with_capacity(64), next: 1, reading: 0 }
     }
@@ -63,9 +78,63 @@ impl Loads {
         self.queue.len()
     }
 
-    /// Whether nothing will happen until a buffer comes free.
-    pub(super) fn is_starved(&self) -> bool {
-        self.reading == 0 && self.queue.iter().any(|load| matches!(load.state, LoadState::Waiting))
+    /// What a fault must wait for whose bytes are not there yet. The caller has just tried to go on.
+    pub(super) fn wait_for(&self) -> WaitFor {
+        if self.reading == 0 && self.queue.iter().any(|load| matches!(load.state, LoadState::Waiting)) {
+            WaitFor::Buffer
+        } else if self.queue.is_empty() {
+            WaitFor::Nothing
+        } else {
+            WaitFor::Signal
+        }
+    }
+
+    /// Asks for a load; answers its number.
+    fn ask(&mut self, model: u32, first: u32, count: u32) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        let (state, available) = (LoadState::Waiting, ModelTime::ZERO);
+        self.queue.push_back(Load { id, model, first, count, state, available });
+        id
+    }
+
+    /// The place of the first load from `place` on that waits for a buffer.
+    fn next_waiting(&self, place: usize) -> Option<usize> {
+        let mut loads = self.queue.iter().enumerate().skip(place);
+        loads.find(|(_, load)| matches!(load.state, LoadState::Waiting)).map(|(place, _)| place)
+    }
+
+    /// The load at `place` is being read; its bytes are there from `available` on.
+    fn begin(&mut self, place: usize, available: ModelTime) {
+        let load = &mut self.queue[place];
+        load.state = LoadState::Reading;
+        load.available = available;
+        self.reading += 1;
+    }
+
+    /// The read of load `id` ended, well or not.
+    fn finish(&mut self, id: u64, result: R) {
+        self.reading -= 1;
+        if let Some(load) = self.queue.iter_mut().find(|load| load.id == id) {
+            load.state = LoadState::Read(result);
+        }
+    }
+
+    /// Takes the oldest load out if its read has ended; skips those whose models are gone.
+    fn pop_read(&mut self) -> Option<(Load<R>, R)> {
+        loop {
+            let front = self.queue.front()?;
+            if matches!(front.state, LoadState::Waiting | LoadState::Reading) {
+                return None;
+            }
+            let mut load = self.queue.pop_front()?;
+            let LoadState::Read(result) = std::mem::replace(&mut load.state, LoadState::Cancelled) else {
+                continue;
+            };
+            if load.model != NONE {
+                return Some((load, result));
+            }
+        }
     }
 
     /// Forgets the loads of a model that goes away.
@@ -108,8 +177,7 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
         {
             count += 1;
         }
-        let load = control.loads.next;
-        control.loads.next += 1;
+        let load = control.loads.ask(id, page, count);
         for claimed in page..page + count {
             if let Some(model) = control.model_mut(id) {
                 model.errors.remove(&claimed);
@@ -117,14 +185,6 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
                 control.frames.info_mut(frame).loading = load;
             }
         }
-        control.loads.queue.push_back(Load {
-            id: load,
-            model: id,
-            first: page,
-            count,
-            state: LoadState::Waiting,
-            available: ModelTime::ZERO,
-        });
         page += count;
     }
     pump(core, control);
@@ -139,14 +199,13 @@ fn cached_run(control: &Control, id: u32, page: u32) -> Option<(u32, u32)> {
 
 /// Gives buffers to the loads that wait for one, in order, and starts their reads.
 pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
-    for place in 0..control.loads.queue.len() {
+    let mut from = 0;
+    while let Some(place) = control.loads.next_waiting(from) {
+        from = place + 1;
         let load = &control.loads.queue[place];
-        if !matches!(load.state, LoadState::Waiting) {
-            continue;
-        }
         let (number, id, first, count) = (load.id, load.model, load.first, load.count);
         let taken = core.arena.take(count);
-        let state = match taken {
+        match taken {
             Ok(Some(buffer)) => match control.model(id) {
                 Some(model) => {
                     let bytes = model.layout.content_bytes(page_span(core, first, count));
@@ -161,30 +220,22 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
                         buffer: Some(buffer),
                         read: Ok(0),
                     };
-                    control.loads.queue[place].available = available;
-                    control.loads.reading += 1;
+                    control.loads.begin(place, available);
                     core.readers.submit(Box::new(job));
-                    LoadState::Reading
                 }
-                None => LoadState::Cancelled,
+                None => control.loads.queue[place].state = LoadState::Cancelled,
             },
             Ok(None) => break,
-            Err(error) => LoadState::Read(Err(error.into())),
-        };
-        control.loads.queue[place].state = state;
+            Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error.into())),
+        }
     }
     drain(core, control);
 }
 
 /// Enqueues the copies of the oldest loads, as far as they were read.
 fn drain(core: &Arc<Core>, control: &mut Control) {
-    while let Some(front) = control.loads.queue.front() {
-        if matches!(front.state, LoadState::Waiting | LoadState::Reading) {
-            break;
-        }
-        let Some(load) = control.loads.queue.pop_front() else { break };
-        let LoadState::Read(result) = load.state else { continue };
-        if load.model == NONE || control.model(load.model).is_none() {
+    while let Some((load, result)) = control.loads.pop_read() {
+        if control.model(load.model).is_none() {
             continue;
         }
         // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there.
@@ -204,7 +255,9 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             if let Some(model) = control.model_mut(load.model) {
                 model.counts.file_bytes += file_bytes;
             }
-            if let Some(fence) = fence? {
+            if let Some(fence) = fence?
+                && !control.mutated.by(Mutation::StagingWithoutWait)
+            {
                 buffer.read_until(fence);
             }
             keep_streamed(core, control, load.model, range, buffer);
@@ -302,6 +355,7 @@ fn copy_wanted(
     available: ModelTime,
     page_bytes: u64,
 ) -> Result<Option<Fence>, DeviceError> {
+    let skips = control.mutated.by(Mutation::SlotWithoutWait);
     let Control { frames, engine, models, scratch, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
     let waits = |page: u32| {
@@ -323,8 +377,8 @@ fn copy_wanted(
         let mut last: Option<&Fence> = None;
         for &page in wanted {
             let info = frames.info(model.pages[page as usize].frame);
-            for fence in info.uses.iter().map(|(_, fence)| fence).chain(&info.arrive) {
-                if last.is_none_or(|last| !last.is_same(fence)) {
+            for fence in info.before_copy() {
+                if !skips && last.is_none_or(|last| !last.is_same(fence)) {
                     batch.wait(fence)?;
                     last = Some(fence);
                 }
@@ -351,12 +405,10 @@ fn copy_wanted(
     let fence = batch.finish()?;
     for &page in wanted {
         let info = frames.info_mut(model.pages[page as usize].frame);
-        if enqueued.is_ok() {
-            info.uses.clear();
-            info.loading = 0;
-            info.fresh = true;
+        match enqueued {
+            Ok(_) => info.copied(fence.clone()),
+            Err(_) => info.arrive = Some(fence.clone()),
         }
-        info.arrive = Some(fence.clone());
     }
     match enqueued {
         Ok(bytes) => model.counts.copied_bytes += bytes,
@@ -481,7 +533,6 @@ impl ReadJob for PageRead {
     fn complete(mut self: Box<Self>, panic: Option<String>) {
         let core = Arc::clone(&self.core);
         let mut control = core.control.lock();
-        control.loads.reading -= 1;
         let result = match (panic, self.buffer.take(), self.read) {
             (None, Some(buffer), Ok(bytes)) => Ok((buffer, bytes)),
             (None, _, Err(error)) => Err(error),
@@ -494,11 +545,13 @@ impl ReadJob for PageRead {
                 why: panic.unwrap_or_else(|| "its buffer is gone".to_owned()),
             }),
         };
-        if let Some(load) = control.loads.queue.iter_mut().find(|load| load.id == self.load) {
-            load.state = LoadState::Read(result);
-        }
+        control.loads.finish(self.load, result);
         pump(&core, &mut control);
         drop(control);
         core.changed.notify_all();
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "load_models.rs"]
+mod models;

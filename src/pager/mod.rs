@@ -12,6 +12,7 @@
 //! | `prefetch` | filling the ring ahead |
 //! | `reclaim` | budget, plans carried out, taking frames back |
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
+//! | `mutations` | mistakes that unit tests build in, to show that each is caught |
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
@@ -34,6 +35,7 @@ mod frames;
 mod guard;
 mod load;
 mod model;
+mod mutations;
 mod options;
 mod order;
 mod patched;

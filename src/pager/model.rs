@@ -294,6 +294,12 @@ impl PagedModel {
 
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
     pub fn prefetch_all(&self) -> Result<(), PagerError> {
+        {
+            // The plan as the card is now: what no longer stays may not even fit.
+            let mut control = self.core().control.lock();
+            reclaim::refresh_budget(self.core(), &mut control, true)?;
+            reclaim::replan(self.core(), &mut control, self.id, false)?;
+        }
         let stream = self.pager.stream()?;
         let set = self.attached();
         for span in 0..u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX) {

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use super::mutations::Mutated;
 use super::plan::RingSize;
 use crate::weights::Dtype;
 
@@ -28,6 +29,20 @@ pub struct PagerOptions {
     pub chunk_bytes: u64,
     /// Loads that prefetch may have under way at once; 0 turns prefetch off.
     pub prefetch_loads: usize,
+    #[cfg(test)]
+    pub(crate) mutated: Mutated,
+}
+
+impl PagerOptions {
+    /// The mistake that a unit test built in; none otherwise.
+    #[inline]
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "asked in tests alone"))]
+    pub(super) fn mutated(&self) -> Mutated {
+        #[cfg(test)]
+        return self.mutated;
+        #[cfg(not(test))]
+        Mutated::default()
+    }
 }
 
 impl Default for PagerOptions {
@@ -41,6 +56,8 @@ impl Default for PagerOptions {
             copy_streams: 1,
             chunk_bytes: 4 << 20,
             prefetch_loads: 8,
+            #[cfg(test)]
+            mutated: Mutated::default(),
         }
     }
 }

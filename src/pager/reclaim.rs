@@ -15,6 +15,7 @@ use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey, Role};
+use super::mutations::Mutation;
 use super::order::{PassOrder, PlaceSet};
 use super::plain;
 use super::plan::{RingSize, choose, plan};
@@ -539,6 +540,8 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
     let mut result = Ok(());
     // Two tries each: what is not waited for here could not be unmapped, and would be lost for good.
+    let skips = control.mutated.by(Mutation::CloseWithoutWait);
+    let used = if skips { 0 } else { used };
     match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
         Ok(fences) => {
             for fence in fences {
@@ -552,7 +555,9 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
             continue;
         }
         let info = frames.info_mut(entry.frame);
-        result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
+        if !skips {
+            result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
+        }
         info.mapped -= 1;
         if info.content == (PageKey { model: id, page }) {
             info.clear_content();

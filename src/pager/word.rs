@@ -21,7 +21,7 @@
 
 #![deny(unsafe_code)]
 
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, Padded};
 
 const PIN: u64 = 1;
 const PINS: u64 = 0xFFFF_FFFF;
@@ -211,7 +211,78 @@ impl SpanWord {
     pub(crate) fn used(&self) -> u64 {
         self.used.load(Ordering::Acquire)
     }
+
+    /// The first step of a fault that is no hit: pins the span, as arriving unless it is ready. Answers
+    /// whether it was ready. The caller holds the control lock.
+    pub(crate) fn claim(&self) -> bool {
+        self.pin();
+        let was_ready = self.view().state() == SpanState::Ready;
+        if !was_ready {
+            self.set_state(SpanState::Arriving);
+        }
+        was_ready
+    }
+
+    /// The last step of such a fault: the bytes are of `version`; the span is ready if all its copies were
+    /// seen done. The caller holds the control lock and a pin.
+    pub(crate) fn arrived(&self, version: u32, all_done: bool) {
+        if self.view().state() != SpanState::Ready {
+            self.set_version(version);
+        }
+        if all_done {
+            self.set_state(SpanState::Ready);
+        }
+    }
+
+    /// A fault that failed takes its pin back: the span is absent then, unless somebody else waits for it
+    /// too. The caller holds the control lock.
+    pub(crate) fn abandon(&self) {
+        self.unpin();
+        if self.view().state() != SpanState::Ready && self.view().pins() == 0 {
+            self.set_state(SpanState::Absent);
+        }
+    }
 }
+
+impl AsRef<SpanWord> for Padded<SpanWord> {
+    fn as_ref(&self) -> &SpanWord {
+        &self.0
+    }
+}
+
+/// Takes the spans that share a page out of use: `None`, and none of them leaves, if one is pinned.
+/// Otherwise they are leaving; answers the streams that used them. The caller holds the control lock.
+pub(crate) fn leave_all<'w, W>(words: impl IntoIterator<Item = &'w W> + Clone) -> Option<u64>
+where
+    W: AsRef<SpanWord> + 'w,
+{
+    let mut used = 0;
+    for (place, word) in words.clone().into_iter().map(AsRef::as_ref).enumerate() {
+        if !word.try_leave() {
+            put_back(words.into_iter().take(place));
+            return None;
+        }
+        used |= word.used();
+    }
+    Some(used)
+}
+
+/// Undoes [`leave_all`]: absent spans stayed so; the others had no pins and are put back as not yet seen
+/// done.
+pub(crate) fn put_back<'w, W>(words: impl IntoIterator<Item = &'w W>)
+where
+    W: AsRef<SpanWord> + 'w,
+{
+    for word in words.into_iter().map(AsRef::as_ref) {
+        if word.view().state() == SpanState::Leaving {
+            word.set_state(SpanState::Arriving);
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+#[path = "word_models.rs"]
+mod models;
 
 #[cfg(all(test, not(loom)))]
 mod tests {

@@ -8,7 +8,7 @@
 
 #![deny(unsafe_code)]
 
-use std::ops::Index;
+use std::ops::{Index, Range};
 use std::sync::Arc;
 
 use super::word::SpanWord;
@@ -20,6 +20,12 @@ const APART: usize = 16;
 #[derive(Debug)]
 #[repr(align(64))]
 pub(super) struct Line(pub(super) SpanWord);
+
+impl AsRef<SpanWord> for Line {
+    fn as_ref(&self) -> &SpanWord {
+        &self.0
+    }
+}
 
 /// The words of a model, by span.
 #[derive(Clone, Debug)]
@@ -33,6 +39,11 @@ impl Words {
     pub(super) fn new(spans: usize) -> Self {
         let lines = spans.next_multiple_of(2 * APART);
         Self { lines: (0..lines).map(|_| Line(SpanWord::new())).collect(), spans }
+    }
+
+    /// The words of a run of spans.
+    pub(super) fn of(&self, spans: Range<u32>) -> impl Iterator<Item = &Line> + Clone {
+        spans.map(|span| &self[span as usize])
     }
 
     /// The words in order of their spans.

@@ -74,17 +74,19 @@ pub struct Arena {
     given_back: Condvar,
 }
 
-struct State {
+/// The lists. `M` is a block's memory and `F` what says that a copy is done: those of a device, but for
+/// the models of the hand-over.
+struct State<M = HostBlock, F = Fence> {
     limit_bytes: u64,
-    blocks: Vec<Option<Block>>,
-    pending: Vec<Pending>,
+    blocks: Vec<Option<Block<M>>>,
+    pending: Vec<Pending<F>>,
     used_slots: u64,
     /// Page-locking failed before: no more of it is tried until the limit is set anew.
     lock_refused: bool,
 }
 
-struct Block {
-    memory: HostBlock,
+struct Block<M = HostBlock> {
+    memory: M,
     slots: u32,
     /// One bit a slot: set while it is free.
     free: Vec<u64>,
@@ -98,9 +100,20 @@ struct Run {
     slots: u32,
 }
 
-struct Pending {
+struct Pending<F = Fence> {
     run: Run,
-    fence: Fence,
+    fence: F,
+}
+
+/// What says whether a copy is done.
+trait CopyDone {
+    fn is_done(&self) -> Result<bool, DeviceError>;
+}
+
+impl CopyDone for Fence {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        Fence::is_done(self)
+    }
 }
 
 /// The smallest block that is registered, in bytes: large, since each registration costs a system call
@@ -168,7 +181,6 @@ impl Arena {
             found = state.find(slots);
         }
         let Some(run) = found else { return Ok(None) };
-        state.used_slots += u64::from(slots);
         let Some(block) = state.blocks.get(run.block as usize).and_then(Option::as_ref) else {
             return Ok(None);
         };
@@ -266,36 +278,12 @@ impl Arena {
                 "page-locking was refused: going on with ordinary memory and no more than is held"
             );
         }
-        let words = block_slots.div_ceil(64);
-        let mut free = vec![u64::MAX; words as usize];
-        let tail = block_slots % 64;
-        if tail > 0
-            && let Some(last) = free.last_mut()
-        {
-            *last = (1 << tail) - 1;
-        }
-        let block = Block { memory, slots: block_slots, free, free_slots: block_slots };
-        match state.blocks.iter_mut().find(|place| place.is_none()) {
-            Some(place) => *place = Some(block),
-            None => state.blocks.push(Some(block)),
-        }
+        state.add_block(memory, block_slots);
         Ok(true)
     }
 
     fn give_back(&self, run: Run, copies: &mut Vec<Fence>) {
-        let mut state = self.state.lock();
-        copies.retain(|fence| !fence.is_done().unwrap_or(false));
-        match copies.pop() {
-            // The newest copy is enough only if it is the only one; others wait in line behind it.
-            Some(fence) => {
-                for other in copies.drain(..) {
-                    state.pending.push(Pending { run: Run { slots: 0, ..run }, fence: other });
-                }
-                state.pending.push(Pending { run, fence });
-            }
-            None => state.release(run),
-        }
-        drop(state);
+        self.state.lock().give_back(run, copies);
         self.given_back.notify_all();
     }
 }
@@ -303,6 +291,39 @@ impl Arena {
 impl State {
     fn held_bytes(&self) -> u64 {
         self.blocks.iter().flatten().map(|block| block.memory.bytes()).sum()
+    }
+}
+
+impl<M, F: CopyDone> State<M, F> {
+    /// Adds a block of `slots` free slots.
+    fn add_block(&mut self, memory: M, slots: u32) {
+        let mut free = vec![u64::MAX; slots.div_ceil(64) as usize];
+        let tail = slots % 64;
+        if tail > 0
+            && let Some(last) = free.last_mut()
+        {
+            *last = (1 << tail) - 1;
+        }
+        let block = Block { memory, slots, free, free_slots: slots };
+        match self.blocks.iter_mut().find(|place| place.is_none()) {
+            Some(place) => *place = Some(block),
+            None => self.blocks.push(Some(block)),
+        }
+    }
+
+    /// Takes a run back that copies may still read: it is free once the last of them is done.
+    fn give_back(&mut self, run: Run, copies: &mut Vec<F>) {
+        copies.retain(|fence| !fence.is_done().unwrap_or(false));
+        match copies.pop() {
+            // The newest copy is enough only if it is the only one; others wait in line behind it.
+            Some(fence) => {
+                for other in copies.drain(..) {
+                    self.pending.push(Pending { run: Run { slots: 0, ..run }, fence: other });
+                }
+                self.pending.push(Pending { run, fence });
+            }
+            None => self.release(run),
+        }
     }
 
     /// Frees the runs whose copies are done. Those of a run stand together, oldest first, so a run is freed
@@ -337,7 +358,7 @@ impl State {
         }
     }
 
-    /// The first run of free slots, taken.
+    /// The first run of free slots, taken and counted as used.
     fn find(&mut self, slots: u32) -> Option<Run> {
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let Some(block) = block else { continue };
@@ -349,6 +370,7 @@ impl State {
                     block.free[taken as usize / 64] &= !(1 << (taken % 64));
                 }
                 block.free_slots -= slots;
+                self.used_slots += u64::from(slots);
                 return Some(Run { block: u32::try_from(index).unwrap_or(u32::MAX), slot, slots });
             }
         }
@@ -454,6 +476,7 @@ impl StagingBuffer {
         for copy in self.copies.drain(..) {
             copy.wait()?;
         }
+        self.arena.device.host_write(self.start, self.len())?;
         let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
         // SAFETY: the run belongs to this buffer alone until it is dropped, lies inside its block, which the
         // arena keeps mapped, and no copy reads it (waited for above; a new one needs `&mut self`).
@@ -493,6 +516,10 @@ impl Drop for StagingBuffer {
         self.arena.give_back(self.run, &mut copies);
     }
 }
+
+#[cfg(all(test, loom))]
+#[path = "arena_models.rs"]
+mod models;
 
 #[cfg(test)]
 mod tests {

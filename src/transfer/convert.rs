@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::device::{FloatType, cast};
+use crate::units::try_filled;
 use crate::weights::{Dtype, Extent, PageLayout, TensorIndex, WeightsError};
 
 /// The kernels' name for a type, if they know it.
@@ -54,7 +55,7 @@ pub fn read_extents(
     buffer: &mut [u8],
 ) -> Result<u64, WeightsError> {
     let mut read = 0;
-    let mut narrow = Vec::new();
+    let mut narrow: Vec<u8> = Vec::new();
     for extent in extents {
         let name = &index.tensor_info(extent.tensor).name;
         let Some(file) = index.files().get(extent.file as usize) else { continue };
@@ -64,11 +65,15 @@ pub fn read_extents(
             let Some(place) = buffer.get_mut(start..start.saturating_add(in_file)) else { continue };
             file.read_exact_at(extent.file_offset, place, name)?;
         } else {
-            narrow.resize(in_file, 0);
-            file.read_exact_at(extent.file_offset, &mut narrow, name)?;
+            if narrow.len() < in_file {
+                let refuse = |source| WeightsError::NoMemory { file: file.path().to_owned(), source };
+                narrow = try_filled("a cast", in_file, 0).map_err(refuse)?;
+            }
+            let narrow = &mut narrow[..in_file];
+            file.read_exact_at(extent.file_offset, narrow, name)?;
             let on_card = usize::try_from(extent.device_bytes).unwrap_or(usize::MAX);
             let Some(place) = buffer.get_mut(start..start.saturating_add(on_card)) else { continue };
-            cast_bytes(extent.from, &narrow, extent.to, place)
+            cast_bytes(extent.from, narrow, extent.to, place)
                 .map_err(|why| WeightsError::Layout { why: format!("tensor `{name}`: {why}") })?;
         }
         read += extent.file_bytes;

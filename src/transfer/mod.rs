@@ -10,4 +10,6 @@ mod reader;
 
 pub use convert::{cast_bytes, cut_extents, float_type, is_cast_on_card, read_extents};
 pub use engine::{Batch, CopyEngine};
+#[cfg(all(test, loom))]
+pub(crate) use reader::do_job;
 pub use reader::{ReadJob, ReaderPool, ReaderQueue};

@@ -81,15 +81,20 @@ impl Drop for ReaderPool {
 }
 
 fn run(jobs: &Receiver<Message>) {
-    while let Ok(Message::Job(mut job)) = jobs.recv() {
-        let panic = catch_unwind(AssertUnwindSafe(|| job.read())).err().map(|panic| {
-            panic
-                .downcast_ref::<&str>()
-                .map(|text| (*text).to_owned())
-                .or_else(|| panic.downcast_ref::<String>().cloned())
-                .unwrap_or_else(|| "a reader panicked".to_owned())
-        });
-        // `complete` must not take the thread with it: the other jobs still need it.
-        let _ = catch_unwind(AssertUnwindSafe(|| job.complete(panic)));
+    while let Ok(Message::Job(job)) = jobs.recv() {
+        do_job(job);
     }
+}
+
+/// Does one job; it completes, whatever happens.
+pub(crate) fn do_job(mut job: Box<dyn ReadJob>) {
+    let panic = catch_unwind(AssertUnwindSafe(|| job.read())).err().map(|panic| {
+        panic
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "a reader panicked".to_owned())
+    });
+    // `complete` must not take the thread with it: the other jobs still need it.
+    let _ = catch_unwind(AssertUnwindSafe(|| job.complete(panic)));
 }

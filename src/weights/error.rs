@@ -10,6 +10,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::header::MAX_HEADER_BYTES;
+use crate::units::NoHostMemory;
 
 /// An [`io::Error`] that can be cloned and compared.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -211,6 +212,14 @@ pub enum WeightsError {
         first: PathBuf,
         /// The other.
         second: PathBuf,
+    },
+    /// The host has no memory to read into.
+    #[error("{}: {source}", file.display())]
+    NoMemory {
+        /// The file.
+        file: PathBuf,
+        /// What was asked for.
+        source: NoHostMemory,
     },
     /// A layout was asked for that cannot be made.
     #[error("cannot lay the model out in pages: {why}")]

@@ -17,6 +17,7 @@ use super::error::{HeaderError, WeightsError};
 use super::file::WeightFile;
 use super::header::{LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
 use super::unit::{shortest_ancestors, unit_name};
+use crate::units::try_filled;
 
 /// A tensor's place in [`TensorIndex::tensors`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -217,9 +218,15 @@ fn read_header(file: &WeightFile) -> Result<super::header::Header, WeightsError>
     let first = first_bytes(file)?;
     let length = header_length(&first, file.len()).map_err(refuse)?;
     // At most MAX_HEADER_BYTES, and inside the file: safe to allocate.
-    let mut json = vec![0; usize::try_from(length).unwrap_or(0)];
+    let mut json = zeroed(file, SUBJECT, length)?;
     file.read_exact_at(LENGTH_BYTES, &mut json, SUBJECT)?;
     parse_header(&json, file.len()).map_err(refuse)
+}
+
+/// Room for so many bytes of a file.
+fn zeroed(file: &WeightFile, what: &'static str, bytes: u64) -> Result<Vec<u8>, WeightsError> {
+    try_filled(what, usize::try_from(bytes).unwrap_or(usize::MAX), 0)
+        .map_err(|source| WeightsError::NoMemory { file: file.path().to_owned(), source })
 }
 
 /// The first bytes of a file: enough for the header's length and for telling what else it may be.
@@ -293,7 +300,7 @@ fn open_shards(index: &WeightFile) -> Result<TensorIndex, WeightsError> {
     if index.len() > MAX_HEADER_BYTES {
         return Err(bad(format!("it has {} bytes, at most {MAX_HEADER_BYTES} are allowed", index.len())));
     }
-    let mut json = vec![0; usize::try_from(index.len()).unwrap_or(0)];
+    let mut json = zeroed(index, "the index", index.len())?;
     index.read_exact_at(0, &mut json, "the index")?;
     let map = parse_index(&json).map_err(bad)?;
     let directory = index.path().parent().unwrap_or(Path::new(""));

@@ -52,7 +52,9 @@ fn build() -> PathBuf {
     // The test runs from target/PROFILE/deps.
     let own = std::env::current_exe().expect("a path");
     let profile = own.parent().and_then(Path::parent).expect("target/PROFILE/deps");
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    // Unit tests are told no folder for temporary files.
+    let folder = option_env!("CARGO_TARGET_TMPDIR").map_or_else(|| profile.join("../tmp"), PathBuf::from);
+    let folder = folder.join("standin");
     std::fs::create_dir_all(&folder).expect("a folder");
     // Put in place by renaming, since another test may be loading it.
     let fresh = folder.join(format!("fresh-{}", std::process::id()));
@@ -95,6 +97,41 @@ impl Standin {
     /// Calls since [`Self::fail`].
     pub(crate) fn calls(&self) -> u64 {
         self.number("vram_pager_standin_calls")
+    }
+
+    /// The same by the driver's names.
+    pub(crate) fn calls_by_name(&self) -> Vec<(String, u64)> {
+        let text = self.text("vram_pager_standin_calls_by_name");
+        let pairs = text.lines().filter_map(|line| line.split_once('='));
+        pairs.map(|(name, calls)| (name.to_owned(), calls.parse().expect("a number"))).collect()
+    }
+
+    /// What was told of misuse since this was asked last.
+    pub(crate) fn take_told(&self) -> Vec<String> {
+        self.text("vram_pager_standin_take_told").lines().map(str::to_owned).collect()
+    }
+
+    /// Operations of an open card keep the calls that led to them, for what is told of misuse.
+    pub(crate) fn keep_sites(&self, ordinal: u32) {
+        // SAFETY: the hook's signature.
+        let code = unsafe {
+            let hook: extern "C" fn(u32, c_int) -> c_int =
+                std::mem::transmute(self.symbol("vram_pager_standin_keep_sites"));
+            hook(ordinal, 1)
+        };
+        assert_eq!(code, 0, "card {ordinal} is not open");
+    }
+
+    fn text(&self, hook: &str) -> String {
+        let mut bytes = vec![0_u8; 1 << 16];
+        // SAFETY: the hook's signature, and room for as many bytes as it is told.
+        let length = unsafe {
+            let hook: unsafe extern "C" fn(*mut c_char, usize) -> usize =
+                std::mem::transmute(self.symbol(hook));
+            hook(bytes.as_mut_ptr().cast(), bytes.len())
+        };
+        bytes.truncate(length);
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// How often misuse was told.

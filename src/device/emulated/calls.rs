@@ -63,6 +63,7 @@ impl VirtualMemory for EmulatedDevice {
         if let Some(fault) = self.strike(CallKind::Unmap, at.bytes) {
             return Err(fault);
         }
+        self.watched(|memory, before| memory.watch_unmap(at, before))?;
         let answer = self.shared.memory.lock().unmap(at);
         answer.map_err(|refusal| self.named("unmap", refusal))?;
         self.clock.advance(self.options.costs.unmap);
@@ -83,8 +84,18 @@ impl HostMemory for EmulatedDevice {
 
     unsafe fn page_unlock(&self, start: *mut u8) -> Result<(), DeviceError> {
         let fault = self.strike(CallKind::PageUnlock, 0);
-        let answer = self.shared.memory.lock().page_unlock(start.expose_provenance() as u64);
+        let address = start.expose_provenance() as u64;
+        self.watched(|memory, before| match memory.block_at(address) {
+            Some(block) => memory.watch_host("page_unlock", block, before),
+            None => Ok(()),
+        })?;
+        let answer = self.shared.memory.lock().page_unlock(address);
         answer.map_err(|refusal| self.named("page_unlock", refusal))?;
         fault.map_or(Ok(()), Err)
+    }
+
+    fn host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+        let span = HostSpan::new(start, bytes);
+        self.watched(|memory, before| memory.watch_host("host_write", span, before))
     }
 }

@@ -20,6 +20,7 @@ use super::fault::{CallKind, Fault, FaultError, Faults};
 use super::memory::Memory;
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
 use super::usage::Refusal;
+use super::watch::{Before, History, Seen};
 use crate::device::handle::host_page_bytes;
 use crate::device::kernels::{HostTwin, builtin};
 use crate::device::{
@@ -57,6 +58,10 @@ pub struct EmulatedOptions {
     pub costs: CallCosts,
     /// Whether new and released frames are filled with `0xDB`; on by default in debug builds.
     pub poison: bool,
+    /// Whether memory in use is watched: whoever touches the same bytes must be ordered by streams and fences,
+    /// and memory is taken away only when the host was told that all work on it is done. What is not so is
+    /// refused as misuse, however lucky the threads were. On by default in debug builds.
+    pub watch: bool,
     /// The most memory mappings that the process may have, all its emulated cards together; `None` is
     /// three quarters of the system's limit.
     pub max_mappings: Option<u64>,
@@ -74,6 +79,7 @@ impl EmulatedOptions {
             virtual_memory: true,
             costs: CallCosts::default(),
             poison: cfg!(debug_assertions),
+            watch: cfg!(debug_assertions),
             max_mappings: None,
         }
     }
@@ -122,6 +128,8 @@ pub(super) struct Shared {
     pub(super) memory: Mutex<Memory>,
     pub(super) delay_seed: AtomicU64,
     deferred: Mutex<Vec<DeviceError>>,
+    /// What the watch over memory in use refused.
+    caught: Mutex<Vec<DeviceError>>,
     /// The text of the failure that lost the device.
     lost: OnceLock<String>,
 }
@@ -136,6 +144,14 @@ impl Shared {
             deferred.push(error);
         }
     }
+
+    /// Remembers what the watch over memory in use refused.
+    pub(super) fn catch(&self, error: &DeviceError) {
+        let mut caught = self.caught.lock();
+        if caught.len() < MOST_DEFERRED {
+            caught.push(error.clone());
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -143,13 +159,27 @@ pub(super) struct StreamEntry {
     pub(super) queue: Arc<StreamQueue>,
     /// The modelled end of the stream's work.
     pub(super) end: ModelTime,
+    /// What its next work comes after, where that is watched.
+    pub(super) seen: Option<Seen>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl StreamEntry {
     /// The point that the stream has been given work up to.
     pub(super) fn point(&self) -> Point {
-        Point { stream: Arc::clone(&self.queue), sequence: self.queue.enqueued(), time: self.end }
+        Point {
+            stream: Arc::clone(&self.queue),
+            sequence: self.queue.enqueued(),
+            time: self.end,
+            seen: self.seen.as_ref().map(|seen| Arc::new(seen.clone())),
+        }
+    }
+
+    /// The stream waits for a point of another one.
+    pub(super) fn follow(&mut self, point: &Point) {
+        if let Some(seen) = &mut self.seen {
+            point.add_to(seen);
+        }
     }
 }
 
@@ -169,6 +199,8 @@ pub(super) struct Control {
     next_stream: u64,
     pub(super) next_event: u64,
     holds: Vec<Weak<HoldState>>,
+    /// What the host was told is done, where memory in use is watched.
+    pub(super) told: Option<Seen>,
 }
 
 impl Control {
@@ -217,7 +249,8 @@ impl Control {
             })?)
         };
         self.next_stream += 1;
-        self.streams.insert(id.0, StreamEntry { queue, end: ModelTime::ZERO, thread });
+        let seen = self.told.as_ref().map(|_| Seen::default());
+        self.streams.insert(id.0, StreamEntry { queue, end: ModelTime::ZERO, seen, thread });
         Ok(id)
     }
 
@@ -241,6 +274,25 @@ impl Control {
             let _ = thread.join();
         }
         self.holds.retain(|hold| hold.strong_count() > 0);
+        if self.told.is_some() {
+            let Self { streams, closing, told, .. } = self;
+            let mut live: Vec<u64> = streams.keys().copied().collect();
+            live.extend(closing.iter().map(|(queue, _)| queue.id().0));
+            let all = streams.values_mut().filter_map(|entry| entry.seen.as_mut()).chain(told);
+            all.for_each(|seen| seen.forget(|stream| live.contains(&stream)));
+        }
+    }
+
+    /// Whether a stream's work may still run.
+    pub(super) fn exists(&self, stream: u64) -> bool {
+        self.streams.contains_key(&stream) || self.closing.iter().any(|(queue, _)| queue.id().0 == stream)
+    }
+
+    /// The host was told that the work up to `point` is done.
+    pub(super) fn tell(&mut self, point: &Point) {
+        if let Some(told) = &mut self.told {
+            point.add_to(told);
+        }
     }
 
     /// All queues, of destroyed streams too.
@@ -256,6 +308,7 @@ impl Control {
             stream: Arc::clone(stream),
             sequence: stream.enqueued(),
             time,
+            seen: None,
         };
         self.queues().map(point).collect()
     }
@@ -297,7 +350,9 @@ impl EmulatedDevice {
         } else {
             None
         };
-        let memory = Memory::new(name.clone(), total_bytes, page_bytes, backing, budget);
+        let mut memory = Memory::new(name.clone(), total_bytes, page_bytes, backing, budget);
+        let watches = options.watch && options.keeps_bytes;
+        memory.history = watches.then(History::default);
         Ok(Arc::new(Self {
             info: DeviceInfo {
                 kind: DeviceKind::Emulated,
@@ -313,9 +368,10 @@ impl EmulatedDevice {
                 memory: Mutex::new(memory),
                 delay_seed: AtomicU64::new(0),
                 deferred: Mutex::new(Vec::new()),
+                caught: Mutex::new(Vec::new()),
                 lost: OnceLock::new(),
             }),
-            control: Mutex::new(Control::default()),
+            control: Mutex::new(Control { told: watches.then(Seen::default), ..Control::default() }),
             clock: HostClock::new(),
             kernels: RwLock::new(builtin().kernels),
             counts: Mutex::new(CallCounts::default()),
@@ -398,6 +454,49 @@ impl EmulatedDevice {
     /// Test hook: the deferred errors that no call has answered with yet; takes them away.
     pub fn take_deferred(&self) -> Vec<DeviceError> {
         std::mem::take(&mut *self.shared.deferred.lock())
+    }
+
+    /// Test hook: from now on each operation keeps the calls that led to it, and a refusal by the watch over
+    /// memory in use (see [`EmulatedOptions::watch`]) names both sides by file and line. Dear.
+    pub fn keep_sites(&self, keep: bool) {
+        if let Some(history) = &mut self.shared.memory.lock().history {
+            history.keep_sites(keep);
+        }
+    }
+
+    /// Test hook: what the watch over memory in use refused so far, whoever got the error; takes it away.
+    pub fn take_caught(&self) -> Vec<DeviceError> {
+        std::mem::take(&mut *self.shared.caught.lock())
+    }
+
+    // The watch over memory in use.
+
+    /// Asks the watch whether the host may do something; true where nothing is watched.
+    pub(super) fn watched(
+        &self,
+        ask: impl FnOnce(&mut Memory, &Before<'_>) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        if !self.watches() {
+            return Ok(());
+        }
+        let control = self.control.lock();
+        let Some(told) = &control.told else { return Ok(()) };
+        let exists = |stream| control.exists(stream);
+        let before = Before { stream: None, host: told, exists: &exists };
+        let answer = ask(&mut self.shared.memory.lock(), &before);
+        drop(control);
+        answer.inspect_err(|error| self.shared.catch(error))
+    }
+
+    pub(super) fn watches(&self) -> bool {
+        self.options.watch && self.options.keeps_bytes
+    }
+
+    /// The host was told that the work up to `point` is done.
+    pub(super) fn tell(&self, point: &Point) {
+        if self.watches() {
+            self.control.lock().tell(point);
+        }
     }
 
     // What every call goes through.
@@ -500,6 +599,7 @@ impl Device for EmulatedDevice {
             (control.all_points(), control.engines.last_end())
         };
         points.iter().for_each(Point::wait);
+        points.iter().for_each(|point| self.tell(point));
         answer?;
         self.clock.reach(end);
         self.count(|counts| counts.device_sync += 1);

@@ -16,8 +16,9 @@ use std::collections::{BTreeMap, HashMap};
 use super::backing::{self, Backing, MappingBudget, Slots};
 use super::pool::Pool;
 use super::usage::{HostBlock, Refusal};
+use super::watch::History;
 use crate::device::{DeviceError, FrameId, MemoryFigures};
-use crate::units::{DeviceAddress, DeviceRange, format_size};
+use crate::units::{DeviceAddress, DeviceRange, format_size, try_table};
 
 /// No frame.
 pub(super) const UNMAPPED: u32 = u32::MAX;
@@ -82,6 +83,8 @@ pub(super) struct Memory {
     pub(super) pool: Pool,
     /// The frame behind each chunk of the pool.
     pub(super) chunk_frames: HashMap<DeviceAddress, FrameId>,
+    /// What touched which bytes, where that is watched.
+    pub(super) history: Option<History>,
 }
 
 impl Memory {
@@ -109,6 +112,7 @@ impl Memory {
             page_locked_bytes: 0,
             pool: Pool::default(),
             chunk_frames: HashMap::new(),
+            history: None,
         }
     }
 
@@ -163,9 +167,9 @@ impl Memory {
         let count = usize::try_from(count).map_err(|_| refuse("more than an address space"))?;
         self.budget.change(call, bytes, 1)?;
         // The addresses first: a length that no address space has is refused before it costs memory.
-        let mut pages = Vec::new();
+        let mut pages: Vec<Page> = Vec::new();
         let reserved = backing::reserve(bytes, self.page_bytes).and_then(|start| {
-            pages.try_reserve_exact(count).map_err(|error| {
+            pages = try_table("a range's pages", count).map_err(|error| {
                 backing::release(DeviceRange::new(start, bytes));
                 refuse(&error.to_string())
             })?;
@@ -292,6 +296,9 @@ impl Memory {
         }
         self.used_bytes -= u64::from(frame.pages) * self.page_bytes;
         self.live_frames -= 1;
+        if let Some(history) = &mut self.history {
+            history.forget_frame(place, frame.pages);
+        }
         // A place whose generations are used up is not used again, so that no id ever is.
         if frame.generation < u32::MAX {
             self.vacant.push(place);

@@ -12,6 +12,7 @@
 //! | `work` | the calls that enqueue or wait: streams, copies, launches, the pool, the clock |
 //! | `memory` | the books: ranges, pages, frames, mappings |
 //! | `usage` | the books: page-locked blocks, operations in flight, the pool's chunks |
+//! | `watch` | the books: what touches the same bytes is ordered |
 //! | `backing` | the memfd and its mappings |
 //! | `stream` | queues and worker threads |
 //! | `pool` | the activation pool's blocks |
@@ -30,6 +31,7 @@ mod memory;
 mod pool;
 mod stream;
 mod usage;
+mod watch;
 mod work;
 
 pub use card::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedDevice, EmulatedOptions};

@@ -222,7 +222,7 @@ mod tests {
 
     fn point(stream: u64, time: u64) -> Point {
         let stream = Arc::new(StreamQueue::new(StreamId(stream), false));
-        Point { stream, sequence: 0, time: ModelTime(time) }
+        Point { stream, sequence: 0, time: ModelTime(time), seen: None }
     }
 
     fn pool(chunk: u64) -> Pool {

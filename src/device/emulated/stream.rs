@@ -22,6 +22,7 @@ use parking_lot::{Condvar, Mutex};
 use super::card::Shared;
 use super::fault::delay;
 use super::usage::HostSpan;
+use super::watch::Seen;
 use crate::device::kernels::{HostTwin, KernelArg, Launch, MAX_KERNEL_ARGS, TwinArg};
 use crate::device::{DeviceError, StreamId};
 use crate::units::{DeviceRange, ModelTime};
@@ -84,6 +85,20 @@ impl Work {
         (all, len)
     }
 
+    /// Whether it writes the device range of this place in [`Self::ranges`].
+    pub(super) fn writes(&self, place: usize) -> bool {
+        match self {
+            Self::ToDevice { .. } | Self::Fill { .. } => true,
+            Self::OnDevice { .. } => place == 0,
+            Self::Launch { launch, .. } => {
+                let ranges = launch.args.as_slice().iter();
+                let mut ranges = ranges.filter(|arg| matches!(arg, KernelArg::Read(_) | KernelArg::Write(_)));
+                matches!(ranges.nth(place), Some(KernelArg::Write(_)))
+            }
+            Self::ToHost { .. } | Self::Wait(_) | Self::Hold(_) => false,
+        }
+    }
+
     /// The host memory that it touches, to be marked as counted.
     pub(super) fn host_mut(&mut self) -> Option<&mut HostSpan> {
         match self {
@@ -107,12 +122,22 @@ pub(super) struct Point {
     pub(super) stream: Arc<StreamQueue>,
     pub(super) sequence: u64,
     pub(super) time: ModelTime,
+    /// What the stream had waited for by then; none where memory in use is not watched.
+    pub(super) seen: Option<Arc<Seen>>,
 }
 
 impl Point {
     /// Whether the work has really been done.
     pub(super) fn is_complete(&self) -> bool {
         self.stream.queue.lock().completed >= self.sequence
+    }
+
+    /// Adds the point, and what its stream had waited for, to what is seen.
+    pub(super) fn add_to(&self, seen: &mut Seen) {
+        if let Some(own) = &self.seen {
+            seen.join(own);
+        }
+        seen.note(self.stream.id.0, self.sequence);
     }
 
     /// Blocks until the work has really been done.

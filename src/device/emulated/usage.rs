@@ -8,6 +8,7 @@
 
 use super::memory::{Memory, UNMAPPED};
 use super::stream::Work;
+use super::watch::{Before, Operation, within};
 use crate::device::DeviceError;
 use crate::units::{DeviceAddress, DeviceRange};
 
@@ -216,6 +217,95 @@ impl Memory {
                 reserved.pages[first..end].iter_mut().for_each(|page| change(&mut page.pending));
             }
         }
+    }
+
+    // The watch over memory in use, see `watch`.
+
+    /// Notes what `work` touches; refuses it if it touches bytes that earlier work touches too and nothing
+    /// orders the two. Call it after [`Self::begin`].
+    pub(super) fn watch(
+        &mut self,
+        work: &Work,
+        (stream, sequence): (u64, u64),
+        before: &Before<'_>,
+    ) -> Result<(), DeviceError> {
+        let Some(history) = &self.history else { return Ok(()) };
+        let operation = Operation { stream, sequence, call: work.call(), site: history.site() };
+        let (ranges, len) = work.ranges();
+        let mut notes = Vec::new();
+        for (place, range) in ranges[..len].iter().enumerate().filter(|(_, range)| range.bytes > 0) {
+            let Some((start, reserved, first, end)) = self.locate(*range) else { continue };
+            if reserved.pool {
+                continue;
+            }
+            for (index, page) in (first..end).zip(&reserved.pages[first..end]) {
+                let at = DeviceAddress(start).offset(index as u64 * self.page_bytes);
+                let (from, to) = within(*range, at, self.page_bytes);
+                let note = operation.note(from, to, at.0, work.writes(place));
+                if let Some(earlier) = history.conflict((page.frame, page.part), &note, before) {
+                    return Err(operation.unordered(*range, earlier));
+                }
+                notes.push(((page.frame, page.part), note));
+            }
+        }
+        let host = work.host().filter(|span| span.bytes > 0).map(|span| {
+            let writes = matches!(work, Work::ToHost { .. });
+            operation.note(span.address, span.address.saturating_add(span.bytes), 0, writes)
+        });
+        if let (Some(note), Some(span)) = (&host, work.host())
+            && let Some(earlier) = history.host_conflict(note, before)
+        {
+            return Err(operation.unordered(span.as_range(), earlier));
+        }
+        if let Some(history) = &mut self.history {
+            for (page, note) in notes {
+                history.add(page, note, before);
+            }
+            if let Some(note) = host {
+                history.add_host(note, before);
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses to take pages away whose uses through `run` the host does not know to be done.
+    pub(super) fn watch_unmap(&mut self, run: DeviceRange, before: &Before<'_>) -> Result<(), DeviceError> {
+        if self.history.is_none() {
+            return Ok(());
+        }
+        let Some((start, reserved, first, end)) = self.locate(run) else { return Ok(()) };
+        let keys: Vec<_> = (first..end)
+            .zip(&reserved.pages[first..end])
+            .filter(|(_, page)| page.frame != UNMAPPED)
+            .map(|(index, page)| (start + index as u64 * self.page_bytes, (page.frame, page.part)))
+            .collect();
+        let Some(history) = &mut self.history else { return Ok(()) };
+        for (at, key) in keys {
+            if let Some(user) = history.leave(key, at, before) {
+                let page = DeviceRange::new(DeviceAddress(at), self.page_bytes);
+                return Err(history.in_use("unmap", "the page", page, &user));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses to let the host write, or give up, memory whose uses by copies it does not know to be done.
+    pub(super) fn watch_host(
+        &mut self,
+        call: &'static str,
+        span: HostSpan,
+        before: &Before<'_>,
+    ) -> Result<(), DeviceError> {
+        let Some(history) = &mut self.history else { return Ok(()) };
+        match history.leave_host(span.address, span.address.saturating_add(span.bytes), before) {
+            Some(user) => Err(history.in_use(call, "the host memory", span.as_range(), &user)),
+            None => Ok(()),
+        }
+    }
+
+    /// The page-locked block that begins at `address`.
+    pub(super) fn block_at(&self, address: u64) -> Option<HostSpan> {
+        self.blocks.get(&address).map(|block| HostSpan { address, bytes: block.bytes, counted: false })
     }
 
     // The pool's chunks.

@@ -14,6 +14,7 @@ use super::fault::CallKind;
 use super::pool::rounded;
 use super::stream::{Point, Work};
 use super::usage::HostSpan;
+use super::watch::Before;
 use crate::device::kernels::{HostTwin, KernelArg, KernelModule, Launch};
 use crate::device::{
     ActivationPool, Clock, Copies, DeviceError, EventId, KernelId, Kernels, PoolFigures, StreamId,
@@ -48,10 +49,27 @@ impl EmulatedDevice {
         let mut control = self.control.lock();
         control.stream(call, stream)?;
         self.shared.memory.lock().begin(&mut work)?;
+        self.check_order(&control, stream, &work)?;
         let earliest = self.clock.advance(cost.call).max(cost.available);
         let entry = control.schedule(call, stream, cost.engine, earliest, cost.duration)?;
         entry.queue.push(work);
         Ok(())
+    }
+
+    /// Asks the watch whether `work` is ordered after all that touches the same bytes.
+    fn check_order(&self, control: &Control, stream: StreamId, work: &Work) -> Result<(), DeviceError> {
+        let (Some(told), Some(entry)) = (&control.told, control.streams.get(&stream.0)) else {
+            return Ok(());
+        };
+        let Some(seen) = &entry.seen else { return Ok(()) };
+        let exists = |stream| control.exists(stream);
+        let before = Before { stream: Some((stream.0, seen)), host: told, exists: &exists };
+        let mut memory = self.shared.memory.lock();
+        let answer = memory.watch(work, (stream.0, entry.queue.enqueued() + 1), &before);
+        answer.inspect_err(|error| {
+            memory.end(work);
+            self.shared.catch(error);
+        })
     }
 
     /// The newest record of an event.
@@ -99,6 +117,7 @@ impl EmulatedDevice {
         drop(memory);
         entry.end = entry.end.max(taken.until);
         for point in taken.waits {
+            entry.follow(&point);
             entry.queue.push(Work::Wait(point));
         }
         Ok(taken.range)
@@ -164,7 +183,9 @@ impl Streams for EmulatedDevice {
         if let Some(point) = point
             && point.stream.id() != stream
         {
-            control.stream("stream_wait", stream)?.queue.push(Work::Wait(point));
+            let entry = control.stream("stream_wait", stream)?;
+            entry.follow(&point);
+            entry.queue.push(Work::Wait(point));
         }
         self.count(|counts| counts.stream_wait += 1);
         Ok(())
@@ -178,6 +199,7 @@ impl Streams for EmulatedDevice {
             None => Ok(true),
             Some(point) if point.time <= now => {
                 point.wait();
+                self.tell(&point);
                 Ok(true)
             }
             Some(_) => Ok(false),
@@ -190,6 +212,7 @@ impl Streams for EmulatedDevice {
         // Also a lost device's work ends before its memory may go.
         if let Some(point) = &point {
             point.wait();
+            self.tell(point);
         }
         answer?;
         if let Some(point) = &point {
@@ -203,6 +226,7 @@ impl Streams for EmulatedDevice {
         let answer = self.enter(CallKind::WaitStream, 0);
         let point = self.control.lock().stream("wait_stream", stream)?.point();
         point.wait();
+        self.tell(&point);
         answer?;
         self.clock.reach(point.time);
         self.count(|counts| counts.host_wait += 1);

@@ -300,13 +300,7 @@ pub(in crate::pager) fn arrive(
             fence.wait_on(stream)?;
         }
     }
-    let word = &model.words[span as usize].0;
-    if word.view().state() != SpanState::Ready {
-        word.set_version(PatchSet::version_of(set, span));
-    }
-    if done {
-        word.set_state(SpanState::Ready);
-    }
+    model.words[span as usize].0.arrived(PatchSet::version_of(set, span), done);
     Ok(())
 }
 

@@ -1,0 +1,279 @@
+//! Each mistake is caught, on the emulated card and by the stand-in driver, and nothing else is.
+
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use safetensors::tensor::{TensorView, serialize_to_file};
+
+use super::{Mutated, Mutation};
+use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
+use crate::device::{FloatType, SharedDevice};
+use crate::pager::{
+    Factor, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PatchSet, TensorPatch, Verifier,
+};
+use crate::units::{KIB, Rate};
+use crate::weights::{TensorId, TensorIndex, UnitId};
+
+#[cfg(feature = "cuda")]
+#[expect(unsafe_code, reason = "calls the hooks of the stand-in's library")]
+#[path = "../../tests/standin/mod.rs"]
+mod standin;
+
+const PAGE: u64 = 64 * KIB;
+
+/// Room for the small model and half of the large one.
+const CARD: u64 = 22 * PAGE;
+
+/// A model of `units` matrices of 256 KiB, with finite numbers.
+fn write_model(path: &std::path::Path, units: usize) {
+    let bytes: Vec<u8> = (0..256 * 512_u32)
+        .flat_map(|number| {
+            half::bf16::from_f32(f32::from((number * 7919 % 1009) as u16) / 64.0).to_le_bytes()
+        })
+        .collect();
+    let tensors: Vec<_> = (0..units)
+        .map(|unit| {
+            let mut own = bytes.clone();
+            own.rotate_left(2 * (unit + 1) * 97);
+            (format!("blocks.{unit}.weight"), own)
+        })
+        .collect();
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, bytes)| {
+            let view = TensorView::new(safetensors::Dtype::BF16, vec![256, 512], bytes).unwrap();
+            (name.clone(), view)
+        })
+        .collect();
+    serialize_to_file(views, None, path).unwrap();
+}
+
+/// The files of a small and of a large model, written once.
+fn files() -> &'static (tempfile::TempDir, PathBuf, PathBuf) {
+    static FILES: OnceLock<(tempfile::TempDir, PathBuf, PathBuf)> = OnceLock::new();
+    FILES.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let [small, large] = ["small", "large"].map(|name| folder.path().join(format!("{name}.safetensors")));
+        write_model(&small, 3);
+        write_model(&large, 7);
+        (folder, small, large)
+    })
+}
+
+fn patches(model: &PagedModel) -> Arc<PatchSet> {
+    let factor = |shape: [u64; 2]| Factor {
+        dtype: FloatType::Bf16,
+        shape,
+        bytes: (0..shape[0] * shape[1])
+            .flat_map(|number| half::bf16::from_f32(f32::from((number % 13) as u16) / 8.0).to_le_bytes())
+            .collect(),
+    };
+    let patch = |tensor| TensorPatch {
+        tensor: TensorId(tensor),
+        up: factor([256, 2]),
+        down: factor([2, 512]),
+        scale: 0.5,
+    };
+    PatchSet::new(model, (0..3).map(patch).collect()).unwrap()
+}
+
+/// Collects what a runner is told.
+#[derive(Default)]
+struct Told(Vec<String>);
+
+impl Told {
+    fn note<T>(&mut self, answer: Result<T, PagerError>) -> Option<T> {
+        answer.map_err(|error| self.0.push(error.to_string())).ok()
+    }
+}
+
+/// A run that goes through every wait of the pager without waiting for any kernel itself. Answers what a runner
+/// is told: errors and wrong checksums. Once the driver refuses a launch the card is lost, and the run ends.
+fn script(device: &SharedDevice, mutation: Option<Mutation>) -> Vec<String> {
+    let mut told = Told::default();
+    let ended = attempt(device, mutation, &mut told);
+    told.note(ended);
+    told.0
+}
+
+fn attempt(device: &SharedDevice, mutation: Option<Mutation>, told: &mut Told) -> Result<(), PagerError> {
+    let options = PagerOptions {
+        headroom_bytes: Some(0),
+        // As few staging buffers as there can be.
+        page_locked_bytes: Some(0),
+        chunk_bytes: 4 * PAGE,
+        readers: 1,
+        mutated: Mutated(mutation),
+        ..PagerOptions::default()
+    };
+    let (_, small_file, large_file) = files();
+    let pager = Pager::new(device, options)?;
+    let (one, two) = (pager.stream()?, pager.stream()?);
+    let open = |path: &PathBuf| {
+        pager.open_model(Arc::new(TensorIndex::open(path).unwrap()), &ModelOptions::default())
+    };
+    let small = open(small_file)?;
+    let verifier = Verifier::new(&small)?;
+    let (mut by_one, mut by_two) = (verifier.begin(&one)?, verifier.begin(&two)?);
+    // The second stream faults what is still on its way for the first.
+    for unit in (0..3).map(UnitId) {
+        for (stream, check) in [(&one, &mut by_one), (&two, &mut by_two)] {
+            if let Some(guard) = told.note(small.fault(unit, stream)) {
+                told.note(check.tensors(&guard.tensors()));
+            }
+        }
+    }
+    // Taken from under kernels that may still run.
+    told.note(small.unload(u64::MAX));
+    for unit in (0..3).map(UnitId) {
+        if let Some(guard) = told.note(small.fault(unit, &one)) {
+            told.note(by_one.tensors(&guard.tensors()));
+        }
+    }
+    // Written anew under them.
+    let set = patches(&small);
+    let patched = Verifier::patched(&small, Some(Arc::clone(&set)))?;
+    let mut by_patched = patched.begin(&one)?;
+    let model = small.patched(&set);
+    for unit in (0..3).map(UnitId) {
+        if let Some(guard) = told.note(model.fault(unit, &one)) {
+            told.note(by_patched.tensors(&guard.tensors()));
+        }
+    }
+    // A guard is held while a larger model needs every frame.
+    let held = told.note(model.fault(UnitId(1), &two));
+    let large = open(large_file)?;
+    told.note(large.activate(Some(3)));
+    let of_large = Verifier::new(&large)?;
+    let mut by_large = of_large.begin(&one)?;
+    for _ in 0..3 {
+        for unit in (0..7).map(UnitId) {
+            if let Some(guard) = told.note(large.fault(unit, &one)) {
+                told.note(by_large.tensors(&guard.tensors()));
+            }
+        }
+    }
+    let mut by_held = patched.begin(&two)?;
+    if let Some(guard) = held {
+        told.note(by_held.tensors(&guard.tensors()));
+    }
+    // Closed while kernels may still read it.
+    drop(large);
+    for check in [&mut by_one, &mut by_two, &mut by_patched, &mut by_large, &mut by_held] {
+        if let Some(mismatches) = told.note(check.finish()) {
+            told.0.extend(mismatches.iter().map(|mismatch| format!("checksum: {mismatch:?}")));
+        }
+    }
+    Ok(())
+}
+
+/// What the watch caught, and what the runner was told.
+struct Report {
+    caught: Vec<String>,
+    told: Vec<String>,
+}
+
+fn on_emulated(mutation: Option<Mutation>) -> Report {
+    let mut options = EmulatedOptions::new(CARD);
+    (options.page_bytes, options.link, options.watch) = (PAGE, Rate(1_000_000_000), true);
+    let card = EmulatedDevice::open(options).unwrap();
+    card.keep_sites(true);
+    let device: SharedDevice = Arc::clone(&card) as _;
+    let told = script(&device, mutation);
+    Report { caught: card.take_caught().iter().map(ToString::to_string).collect(), told }
+}
+
+#[cfg(feature = "cuda")]
+fn on_standin(mutation: Option<Mutation>) -> Report {
+    static ALONE: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
+    let _alone = ALONE.lock();
+    let standin = standin::standin();
+    standin.set_page(PAGE);
+    let device = crate::device::open(&format!("cuda:0,cap={CARD}")).unwrap();
+    standin.keep_sites(0);
+    standin.take_told();
+    let told = script(&device, mutation);
+    Report { caught: standin.take_told(), told }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_standin(mutation: Option<Mutation>) -> Report {
+    on_emulated(mutation)
+}
+
+/// The watch catches `mutation` on both backends, and names both sides by their files and lines.
+fn is_caught(mutation: Mutation, sides: [&str; 2]) {
+    for report in [on_emulated(Some(mutation)), on_standin(Some(mutation))] {
+        let first = report.caught.first().unwrap_or_else(|| panic!("not caught; told: {:?}", report.told));
+        assert!(sides.iter().all(|side| first.contains(side)), "{sides:?} are not both in: {first}");
+    }
+}
+
+#[test]
+fn without_a_mistake_nothing_is_caught() {
+    for report in [on_emulated(None), on_standin(None)] {
+        assert_eq!((report.caught, report.told), (Vec::new(), Vec::new()));
+    }
+}
+
+const KERNEL: &str = "src/pager/verify.rs:";
+const COPY: &str = "src/transfer/engine.rs:";
+
+#[test]
+fn a_page_unmapped_without_waiting_is_caught() {
+    is_caught(Mutation::UnmapWithoutWait, [COPY, "src/pager/claim.rs:"]);
+}
+
+#[test]
+fn a_pin_given_up_without_its_stream_is_caught() {
+    is_caught(Mutation::ReleaseWithoutStream, [KERNEL, "src/pager/claim.rs:"]);
+}
+
+#[test]
+fn a_streamed_span_released_early_is_caught() {
+    is_caught(Mutation::ReleaseWithoutFence, [KERNEL, COPY]);
+}
+
+#[test]
+fn a_ring_slot_used_again_early_is_caught() {
+    is_caught(Mutation::SlotWithoutWait, [KERNEL, COPY]);
+}
+
+#[test]
+fn a_staging_buffer_used_again_early_is_caught() {
+    is_caught(Mutation::StagingWithoutWait, [COPY, "src/staging/arena.rs:"]);
+}
+
+#[test]
+fn bytes_written_anew_under_a_kernel_are_caught() {
+    is_caught(Mutation::RewriteWithoutFence, [KERNEL, COPY]);
+}
+
+#[test]
+fn a_kernel_that_does_not_wait_for_its_copy_is_caught() {
+    is_caught(Mutation::KernelWithoutArrival, [COPY, KERNEL]);
+}
+
+#[test]
+fn a_span_called_ready_before_its_copy_is_done_is_caught() {
+    is_caught(Mutation::ReadyTooEarly, [COPY, KERNEL]);
+}
+
+#[test]
+fn a_model_closed_under_a_kernel_is_caught() {
+    is_caught(Mutation::CloseWithoutWait, [KERNEL, "src/pager/reclaim.rs:"]);
+}
+
+#[test]
+fn a_page_taken_from_a_held_guard_is_refused_or_shows_in_its_checksum() {
+    for report in [on_emulated(Some(Mutation::TakePinned)), on_standin(Some(Mutation::TakePinned))] {
+        assert!(!report.told.is_empty() || !report.caught.is_empty());
+    }
+}
+
+#[test]
+fn stale_bytes_after_a_change_of_patches_show_in_their_checksum() {
+    for report in [on_emulated(Some(Mutation::StalePatches)), on_standin(Some(Mutation::StalePatches))] {
+        assert!(report.told.iter().any(|text| text.starts_with("checksum")), "{:?}", report.told);
+    }
+}

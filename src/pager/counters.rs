@@ -106,7 +106,7 @@ impl HitCounts {
     fn add_alone(count: &AtomicU64) -> bool {
         let hits = count.load(Ordering::Relaxed) + 1;
         count.store(hits, Ordering::Relaxed);
-        hits % LOOK_EVERY == 0
+        hits.is_multiple_of(LOOK_EVERY)
     }
 
     #[cold]

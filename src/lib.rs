@@ -9,6 +9,8 @@
 //! | fault weights | [`pager::Pager`], [`pager::PagedModel`], [`pager::Guard`] |
 //! | apply patches | [`pager::PatchSet`], [`pager::PagedModel::patched`] |
 //! | check what is on the card | [`pager::Verifier`] |
+//! | know what a card would make of a model | [`pager::forecast`], [`pager::card_sizes`] |
+//! | see why a step was slow | [`telemetry::Recorder`] |
 //! | decide who is on the card | [`manager::Manager`], [`patcher::ModelPatcher`] |
 //!
 //! ```text
@@ -22,6 +24,7 @@ pub mod pager;
 pub mod patcher;
 pub mod staging;
 mod sync;
+pub mod telemetry;
 pub mod transfer;
 pub mod units;
 pub mod weights;

@@ -296,8 +296,10 @@ fn an_event_that_was_never_recorded_is_no_wait(rig: &Rig) {
 fn a_copy_is_in_flight_while_the_host_goes_on(rig: &Rig) {
     let Some(hold) = &rig.hold else { return };
     let (stalled, copier, reader) = (rig.stream(), rig.stream(), rig.stream());
-    let (range, _frames) = rig.mapped(1);
-    upload(&reader, range.range(), &pattern(rig.page(), 1));
+    let (range, _frames) = rig.mapped(2);
+    let page = |number| range.range().part(number * rig.page(), rig.page()).unwrap();
+    upload(&reader, page(0), &pattern(rig.page(), 1));
+    upload(&reader, page(1), &pattern(rig.page(), 3));
     let source = rig.locked(rig.page());
     write_host_bytes(&source, &pattern(rig.page(), 2));
     let fences = FencePool::new(&rig.device);
@@ -307,16 +309,16 @@ fn a_copy_is_in_flight_while_the_host_goes_on(rig: &Rig) {
     gate.wait_on(&copier).unwrap();
     // SAFETY: the block and the range live past the wait of this test.
     unsafe {
-        rig.device.copy_to_device(range.range(), source.start(), ModelTime::ZERO, copier.id()).unwrap();
+        rig.device.copy_to_device(page(0), source.start(), ModelTime::ZERO, copier.id()).unwrap();
     }
     let done = fences.record(&copier).unwrap();
-    // The host and another stream go on; the bytes are still the old ones.
-    assert_eq!(download(&reader, range.range()), pattern(rig.page(), 1));
+    // The host and another stream go on. It reads beside the copy: what the copy writes it must wait for.
+    assert_eq!(download(&reader, page(1)), pattern(rig.page(), 3));
     assert!(!done.is_done().unwrap());
     drop(stall);
     done.wait().unwrap();
     assert!(done.is_done().unwrap());
-    assert_eq!(download(&reader, range.range()), pattern(rig.page(), 2));
+    assert_eq!(download(&reader, page(0)), pattern(rig.page(), 2));
 }
 
 fn an_event_answers_for_its_newest_record(rig: &Rig) {

@@ -80,6 +80,76 @@ fn taking_memory_from_under_a_copy_is_refused_and_both_calls_are_named() {
     assert_eq!(device.live().page_locked_bytes, 0);
 }
 
+/// A card that watches over memory in use, in every build, and keeps the calls that led to each operation.
+fn watching_card() -> Arc<EmulatedDevice> {
+    let options = EmulatedOptions { page_bytes: PAGE, watch: true, ..EmulatedOptions::new(MIB) };
+    let device = EmulatedDevice::open(options).unwrap();
+    device.keep_sites(true);
+    device
+}
+
+/// Whatever the threads' luck: here everything is long done before the next call.
+#[test]
+fn work_on_the_same_bytes_without_an_order_is_refused_and_both_call_sites_are_named() {
+    let device = watching_card();
+    let (copies, kernels) = (stream(&device), stream(&device));
+    let (mut range, frames) = mapped(&device, 2);
+    // A second address of the first page's frame.
+    // SAFETY: nothing uses the page.
+    unsafe { range.unmap(1).unwrap() };
+    range.map(1, &frames, 0).unwrap();
+    range.set_access(1, 1).unwrap();
+    let sum = PoolAllocation::new(&kernels, 8).unwrap();
+    let host = vec![7_u8; usize::try_from(PAGE).unwrap()];
+    let (first, alias) = (range.range().part(0, PAGE).unwrap(), range.range().part(PAGE, PAGE).unwrap());
+    let really_done = || std::thread::sleep(Duration::from_millis(20));
+    let kernel = device.kernel("checksum").unwrap();
+    let fences = FencePool::new(&shared(&device));
+    // SAFETY: the source outlives the copies, and what would be unsafe is refused.
+    unsafe {
+        device.copy_to_device(first, host.as_ptr(), ModelTime::ZERO, copies.id()).unwrap();
+        really_done();
+        // Through either address.
+        for read in [first, alias] {
+            let answer = kernels.launch(&checksum_launch(kernel, read, 0, sum.range()));
+            assert_misuse(
+                answer,
+                &["written by copy_to_device", "tests/emulated_device.rs:", "orders the second"],
+            );
+        }
+        let fence = fences.record(&copies).unwrap();
+        fence.wait_on(&kernels).unwrap();
+        kernels.launch(&checksum_launch(kernel, alias, 0, sum.range())).unwrap();
+        really_done();
+        // Now the copy is known to be done by whoever waits for the kernel, and the kernel by nobody.
+        let answer = device.copy_to_device(first, host.as_ptr(), ModelTime::ZERO, copies.id());
+        assert_misuse(answer, &["read by launch"]);
+        assert_misuse(range.unmap(1), &["in use by launch", "nobody waited for"]);
+        assert_eq!(device.take_caught().len(), 4);
+        kernels.synchronize().unwrap();
+        range.unmap(1).unwrap();
+        range.unmap(0).unwrap();
+    }
+    assert_eq!(device.take_caught(), []);
+}
+
+#[test]
+fn the_host_may_not_write_what_a_copy_may_still_read() {
+    let device = watching_card();
+    let stream = stream(&device);
+    let (range, _frames) = mapped(&device, 1);
+    let host = vec![7_u8; usize::try_from(PAGE).unwrap()];
+    // SAFETY: the source outlives the copy.
+    unsafe { device.copy_to_device(range.range(), host.as_ptr(), ModelTime::ZERO, stream.id()).unwrap() };
+    std::thread::sleep(Duration::from_millis(20));
+    assert_misuse(
+        device.host_write(host[100..].as_ptr(), 1),
+        &["host_write", "copy_to_device", "tests/emulated"],
+    );
+    stream.synchronize().unwrap();
+    device.host_write(host.as_ptr(), PAGE).unwrap();
+}
+
 #[test]
 fn work_outside_of_what_is_accessible_is_refused() {
     let device = small_card();

@@ -1,4 +1,4 @@
-//! README and DESIGN say which test holds which promise, and README which commands to run. Here each of
+//! README, DESIGN and the page on threats say which test holds which promise, and README which commands to run. Here each of
 //! these tests is looked up, and CI is held to the same commands.
 
 use std::fs;
@@ -27,7 +27,7 @@ fn has_test(source: &str, name: &str) -> bool {
 
 #[test]
 fn every_promise_names_a_test_that_exists() {
-    for document in ["README.md", "DESIGN.md"] {
+    for document in ["README.md", "DESIGN.md", "THREATS.md"] {
         let text = read(document);
         let tests = named_tests(&text);
         assert!(tests.len() >= 10, "{document} names only {} tests", tests.len());

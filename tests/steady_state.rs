@@ -1,19 +1,106 @@
 //! A pass in steady state does no work but copies: from the third pass on a model that does not fit makes
 //! no mapping call and no device-wide wait, moves the same bytes each time, and every unit lies where it
-//! lay at the start.
+//! lay at the start. Nor does it allocate, on any thread of the process.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod common;
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use common::{
-    ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_card, small_options, unit_id,
+    ModelFile, assert_nothing_left, checked_pass, emulated_card, mixed_units, pager, small_card,
+    small_options, unit_id,
 };
-use vram_pager::pager::{ModelOptions, Verifier};
+use vram_pager::pager::{ModelOptions, PagerOptions, Verifier};
 use vram_pager::units::{KIB, MIB};
+
+/// Counts the allocations of all threads.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call goes to the system's allocator unchanged.
+#[expect(unsafe_code, reason = "a global allocator is unsafe to write")]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: the block came from the system's allocator.
+        unsafe { System.dealloc(start, layout) }
+    }
+
+    unsafe fn realloc(&self, start: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.realloc(start, layout, bytes) }
+    }
+}
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
+/// Held by each test, so that none allocates while another counts.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn a_pass_allocates_nothing_on_any_thread() {
+    let _alone = alone();
+    let file = ModelFile::new(&mixed_units(), 7);
+    let base = PagerOptions { chunk_bytes: 128 * 1024, ..small_options() };
+    // All kept in page-locked memory; read from the file in every pass; the same without any prefetch.
+    let kept = base.clone();
+    let from_file = PagerOptions { page_locked_bytes: Some(0), ..base.clone() };
+    let some_kept = PagerOptions { page_locked_bytes: Some(2 * MIB), ..base };
+    let demand =
+        |options: &PagerOptions| PagerOptions { prefetch_loads: 0, read_ahead_bytes: 0, ..options.clone() };
+    let ahead = |options: &PagerOptions| PagerOptions { prefetch_loads: 2, ..options.clone() };
+    let rows = [
+        ("kept", kept.clone()),
+        ("from the file", from_file.clone()),
+        ("some kept", some_kept.clone()),
+        ("kept, on demand", demand(&kept)),
+        ("from the file, on demand", demand(&from_file)),
+        ("some kept, ahead", ahead(&some_kept)),
+    ];
+    for (what, options) in rows {
+        let (_, device) = emulated_card(2 * MIB, "its queues allocate nothing; the stand-in's do");
+        let pager = pager(&device, options);
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        let pass = || {
+            for unit in 0..24 {
+                for piece in 0..model.pieces(unit_id(unit)).unwrap() {
+                    model.fault_piece(unit_id(unit), piece, &stream).unwrap().release();
+                }
+            }
+            stream.synchronize().unwrap();
+        };
+        (0..8).for_each(|_| pass());
+        // The test harness has a thread of its own that may print just now: one quiet window is proof.
+        let allocated: Vec<u64> = (0..4)
+            .map(|_| {
+                let before = ALLOCATIONS.load(Ordering::Relaxed);
+                (0..4).for_each(|_| pass());
+                ALLOCATIONS.load(Ordering::Relaxed) - before
+            })
+            .collect();
+        assert!(allocated.contains(&0), "{what}: allocations of four passes, four times: {allocated:?}");
+    }
+}
 
 #[test]
 fn from_the_third_pass_on_a_pass_maps_nothing_and_copies_the_same_bytes() {
+    let _alone = alone();
     let file = ModelFile::new(&mixed_units(), 5);
     for card in [704 * KIB, MIB, 1408 * KIB, 2 * MIB, 2816 * KIB, 4 * MIB, 5 * MIB, 8 * MIB] {
         let device = small_card(card);
@@ -61,6 +148,7 @@ fn from_the_third_pass_on_a_pass_maps_nothing_and_copies_the_same_bytes() {
 
 #[test]
 fn a_pager_that_went_around_held_guards_comes_back_to_its_steady_state() {
+    let _alone = alone();
     let file = ModelFile::new(&mixed_units(), 6);
     let device = small_card(2 * MIB);
     {

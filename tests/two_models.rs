@@ -130,6 +130,73 @@ fn a_model_that_is_left_alone_gets_the_card_within_one_pass() {
     }
 }
 
+/// Bytes that each of `turns` switches copies; a switch is three passes of the next model.
+fn switches(files: &[ModelFile], card: u64, turns: &[usize]) -> Vec<u64> {
+    let device = small_card(card);
+    let mut copied = Vec::new();
+    {
+        let pager = pager(&device, small_options());
+        let stream = pager.stream().unwrap();
+        let open = |file: &ModelFile| pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let models: Vec<_> = files.iter().map(open).collect();
+        let verifiers: Vec<_> = models.iter().map(|model| Verifier::new(model).unwrap()).collect();
+        for &turn in turns {
+            let before = device.counts().bytes_to_device;
+            models[turn].activate(None).unwrap();
+            for _ in 0..3 {
+                checked_pass(&models[turn], &stream, &verifiers[turn]).unwrap();
+            }
+            copied.push(device.counts().bytes_to_device - before);
+        }
+    }
+    assert_nothing_left(&device);
+    copied
+}
+
+#[test]
+fn models_that_take_turns_in_a_ring_find_every_other_one_on_the_card() {
+    let files: Vec<ModelFile> = (0..3).map(|seed| ModelFile::new(&mixed_units(), 61 + seed)).collect();
+    let turns: Vec<usize> = (0..15).map(|turn| turn % 3).collect();
+    // Two of the three fit.
+    let copied = switches(&files, 10 * MIB, &turns);
+    let each = copied[0];
+    assert!(copied[1] == each && copied[3] >= each / 2, "{copied:?}");
+    // Giving up the one that was not used for the longest time would bring each of them in each time.
+    let later: u64 = copied[5..].iter().sum();
+    assert!(later <= each * 11 / 2, "ten switches copied {later}, a model has {each}: {copied:?}");
+    assert!(copied[5..].iter().filter(|&&bytes| bytes == 0).count() >= 4, "{copied:?}");
+}
+
+#[test]
+fn below_the_headroom_the_next_fault_gives_back_all_that_others_took() {
+    let file = ModelFile::new(&mixed_units(), 71);
+    let (hooks, device) = hooked_card(4 * MIB);
+    {
+        let options = PagerOptions { headroom_bytes: Some(128 * KIB), ..small_options() };
+        let pager = pager(&device, options);
+        let stream = pager.stream().unwrap();
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        let bytes_of_a_pass = || {
+            let before = device.counts().bytes_to_device;
+            checked_pass(&model, &stream, &verifier).unwrap();
+            device.counts().bytes_to_device - before
+        };
+        let before = [bytes_of_a_pass(), bytes_of_a_pass(), bytes_of_a_pass(), bytes_of_a_pass()][3];
+        // Far more than was free: the free memory alone does not tell how much it was.
+        hooks.set_other_bytes(MIB);
+        pager.refresh().unwrap();
+        assert_within(&device, &pager, MIB, "one look later");
+        let during = [bytes_of_a_pass(), bytes_of_a_pass(), bytes_of_a_pass()];
+        assert_within(&device, &pager, MIB, "while others hold it");
+        assert_eq!(during[1], during[2], "settled within one pass: {during:?}");
+        hooks.set_other_bytes(0);
+        let after = [bytes_of_a_pass(), bytes_of_a_pass()];
+        assert_eq!(after[1], before, "back within one pass: {after:?}");
+    }
+    assert_nothing_left(&device);
+}
+
 #[test]
 fn another_process_may_take_memory_and_give_it_back() {
     let file = ModelFile::new(&mixed_units(), 51);

@@ -37,6 +37,13 @@ pub extern "C" fn vram_pager_standin_calls() -> u64 {
     state().calls()
 }
 
+/// Calls that failed because they were told to, since the library was loaded.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_failed() -> u64 {
+    state().failed()
+}
+
 /// Calls of one driver function since the failures were set.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]

@@ -165,6 +165,7 @@ pub struct State {
     failures: Vec<Failure>,
     calls: u64,
     calls_by_name: HashMap<&'static str, u64>,
+    failed: u64,
 }
 
 impl State {
@@ -180,7 +181,8 @@ impl State {
         let named = self.calls_by_name.entry(call).or_insert(0);
         *named += 1;
         let (any, named) = (self.calls, *named);
-        self.failures
+        let code = self
+            .failures
             .iter()
             .find(|failure| {
                 let number = match failure.call.as_str() {
@@ -190,7 +192,14 @@ impl State {
                 };
                 number == failure.nth || (failure.forever && number > failure.nth)
             })
-            .map(|failure| failure.code)
+            .map(|failure| failure.code);
+        self.failed += u64::from(code.is_some());
+        code
+    }
+
+    /// Calls that failed because they were told to, since the library was loaded.
+    pub fn failed(&self) -> u64 {
+        self.failed
     }
 
     /// Sets the failures anew and counts calls from here on.
@@ -254,6 +263,7 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
         next_handle: 0x0057_0000_0000,
         calls: 0,
         calls_by_name: HashMap::new(),
+        failed: 0,
     })
 });
 

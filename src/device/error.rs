@@ -105,6 +105,16 @@ pub enum DeviceError {
         /// The kernel's name.
         name: String,
     },
+    /// The backend's own code panicked; what it had done by then is not known.
+    #[error("{device} panicked in {call}: {why}")]
+    Panicked {
+        /// The device's name.
+        device: String,
+        /// The call.
+        call: &'static str,
+        /// What the panic said.
+        why: String,
+    },
     /// The host refused memory, a mapping or a thread.
     #[error("the host refused {call} ({bytes} bytes): {why}")]
     Host {

@@ -453,6 +453,7 @@ impl fmt::Debug for AddressRange {
 impl Drop for AddressRange {
     fn drop(&mut self) {
         let words = std::mem::take(&mut self.mapped);
+        let mut stays_mapped = false;
         for (index, mut word) in words.into_iter().enumerate() {
             while word != 0 {
                 let page = index as u64 * 64 + u64::from(word.trailing_zeros());
@@ -464,8 +465,13 @@ impl Drop for AddressRange {
                 // An unmap that failed did nothing, and this is the last chance: one more try.
                 if let Err(error) = unmap().or_else(|_| unmap()) {
                     self.device.defer(error);
+                    stays_mapped = true;
                 }
             }
+        }
+        if stays_mapped {
+            // Freeing addresses under a mapping would be misuse.
+            return;
         }
         // SAFETY: the range is ours alone, every mapping was removed above, and it goes away.
         if let Err(error) = unsafe { self.device.free(self.range) } {
@@ -490,8 +496,12 @@ unsafe impl Send for HostBlock {}
 // SAFETY: as above; the handle itself has no interior mutability.
 unsafe impl Sync for HostBlock {}
 
+/// The size of a huge page of the host.
+const HUGE_PAGE: usize = 2 << 20;
+
 impl HostBlock {
-    /// Maps `bytes` of host memory (rounded up to the host's page size) without page-locking it.
+    /// Maps `bytes` of host memory (rounded up to the host's page size) without page-locking it; in huge
+    /// pages where the host gives them. Nothing of it is touched yet.
     pub fn map(device: &SharedDevice, bytes: u64) -> Result<Self, DeviceError> {
         let refuse = |why: String| DeviceError::Host { call: "mmap", bytes, why };
         let length = bytes
@@ -500,19 +510,37 @@ impl HostBlock {
             .and_then(|length| usize::try_from(length).ok())
             .ok_or_else(|| refuse("more than an address space".to_owned()))?;
         ask_host("a block", bytes).map_err(|error| refuse(error.to_string()))?;
+        // Large blocks lie on a border of huge pages, so that the advice below takes effect.
+        let spare = if length >= HUGE_PAGE { HUGE_PAGE } else { 0 };
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
-        let start = unsafe {
+        let mapped = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
-                length,
+                length + spare,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
                 -1,
                 0,
             )
         };
-        if start == libc::MAP_FAILED {
+        if mapped == libc::MAP_FAILED {
             return Err(refuse(std::io::Error::last_os_error().to_string()));
+        }
+        let before = if spare > 0 { mapped.addr().next_multiple_of(HUGE_PAGE) - mapped.addr() } else { 0 };
+        let start = mapped.wrapping_byte_add(before);
+        // SAFETY: what lies before and after the block is of the mapping made above, which nobody knows yet.
+        // The advice only asks for huge pages when the block is first touched; a system without them says
+        // no, which costs speed alone.
+        unsafe {
+            if before > 0 {
+                libc::munmap(mapped, before);
+            }
+            if before < spare {
+                libc::munmap(start.wrapping_byte_add(length), spare - before);
+            }
+            if spare > 0 {
+                libc::madvise(start, length, libc::MADV_HUGEPAGE);
+            }
         }
         Ok(Self { device: Arc::clone(device), start: start.cast(), bytes: length as u64, page_locked: false })
     }

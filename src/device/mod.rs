@@ -11,6 +11,7 @@
 
 #![expect(unsafe_code, reason = "the raw calls of a device are unsafe to make; the handles make them")]
 
+mod caught;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod emulated;
@@ -23,6 +24,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub(crate) use caught::without_panics;
 pub use error::DeviceError;
 pub use handle::{AddressRange, Event, Fence, FencePool, FrameSet, HostBlock, PoolAllocation, Stream};
 pub use kernels::{

@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use super::core::{Control, Core};
+use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
 use super::mutations::Mutation;
@@ -69,7 +69,7 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
     let key = PageKey { model: id, page };
     if !control.is_present(id, page) {
         if let Some(model) = control.model_mut(id) {
-            model.stale.remove(&page);
+            no_longer_stale(model, page);
         }
         return Ok(true);
     }
@@ -86,14 +86,8 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
     let fences = control.streams.slot_fences(used, &control.engine);
     control.set_page_absent(key);
     let Some(model) = control.model_mut(id) else { return Ok(true) };
-    model.stale.remove(&page);
+    no_longer_stale(model, page);
     let frame = model.pages[page as usize].frame;
-    for span in model.layout.spans_of_page(page) {
-        let pages = model.layout.spans()[span as usize].pages.clone();
-        if !pages.into_iter().any(|page| model.stale.contains(&page)) {
-            model.words[span as usize].0.set_stale(false);
-        }
-    }
     if frame != NONE {
         let info = control.frames.info_mut(frame);
         info.clear_content();
@@ -104,6 +98,19 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
         }
     }
     Ok(true)
+}
+
+/// A page has no stale bytes any more: spans that have no other stale page may be hit again.
+fn no_longer_stale(model: &mut ModelState, page: u32) {
+    if !model.stale.remove(&page) {
+        return;
+    }
+    for span in model.layout.spans_of_page(page) {
+        let pages = model.layout.spans()[span as usize].pages.clone();
+        if !pages.into_iter().any(|page| model.stale.contains(&page)) {
+            model.words[span as usize].0.set_stale(false);
+        }
+    }
 }
 
 /// Gives up the stale pages of a span before it is faulted for the current version.

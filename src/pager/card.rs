@@ -9,9 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
+use super::choose::Choices;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
+use super::forecast::{headroom_of, layout_options};
 use super::frames::Frames;
 use super::load::{self, Loads};
 use super::model::{Addresses, PagedModel};
@@ -23,21 +26,18 @@ use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
 use super::words::Words;
-use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority};
+use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority, without_panics};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
-use crate::units::{MIB, try_filled, try_table};
-use crate::weights::{LayoutOptions, PageLayout, TensorId, TensorIndex};
+use crate::units::{try_filled, try_table};
+use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// Bytes that making an order takes for a page, at most.
 const ORDER_BYTES: usize = 48;
 
 /// Bytes that a span's word and its places in orders take.
 const SPAN_BYTES: usize = 192;
-
-/// The default headroom: the smaller of this and 1/32 of the card.
-const DEFAULT_HEADROOM: u64 = 400 * MIB;
 
 /// The pager of one card. Models are opened on it; they share its frames, its ring and its staging
 /// memory.
@@ -74,6 +74,7 @@ impl Pager {
     /// # Errors
     /// A page size that the device cannot have, no thread, no stream.
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
+        let device = &without_panics(device);
         let info = device.info();
         let page_bytes = options.page_bytes.unwrap_or(info.granularity);
         if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {
@@ -85,7 +86,7 @@ impl Pager {
                 ),
             });
         }
-        let headroom = options.headroom_bytes.unwrap_or((info.total_bytes / 32).min(DEFAULT_HEADROOM));
+        let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
         let arena = Arena::new(
@@ -104,10 +105,12 @@ impl Pager {
             budget: 0,
             budget_read_at: None,
             next_priority: 0,
+            activations: Activations::default(),
             pool_use: PoolUse::default(),
             page_loads: 0,
             ring_hand: 0,
             wanted: Vec::new(),
+            missing: Vec::new(),
             cached_bytes: 0,
             under_way: 0,
             releases: 0,
@@ -165,20 +168,9 @@ impl Pager {
         options: &ModelOptions,
     ) -> Result<Arc<PagedModel>, PagerError> {
         let core = &self.core;
-        let total = core.device.info().total_bytes.saturating_sub(core.headroom());
-        let (whole_bytes, piece_bytes) = match options.piece_bytes {
-            Some(piece) => (piece, piece),
-            None => (total / 2, total / 16),
-        };
-        let layout = Arc::new(PageLayout::new(
-            &index,
-            &LayoutOptions {
-                page_bytes: core.page_bytes,
-                whole_bytes,
-                piece_bytes: piece_bytes.max(core.page_bytes),
-                compute: options.compute,
-            },
-        )?);
+        let total = core.device.info().total_bytes;
+        let layout_options = layout_options(total, core.headroom(), core.page_bytes, options);
+        let layout = Arc::new(PageLayout::new(&index, &layout_options)?);
         let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
         // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
         let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;
@@ -216,6 +208,7 @@ impl Pager {
         if casts {
             self.ensure_scratch()?;
         }
+        let mapped = core.options.source.map(&index)?;
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -231,8 +224,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
-            choice: Choice { whole: Vec::new(), ring: core.options.ring },
-            chosen_frames: None,
+            choice: Choice { first: Vec::new(), ring: core.options.ring },
+            choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
             streamed: PlaceSet::default(),
@@ -244,14 +237,18 @@ impl Pager {
             together: 1,
             together_now: 1,
             passes: 0,
+            several: false,
             resident: 0,
             resident_end: 0,
             cache: BTreeMap::new(),
+            mapped,
             errors: HashMap::new(),
             counts: ModelCounts::default(),
             said_pieces: false,
             inaccessible: HashSet::new(),
             attached: None,
+            bringing: 0,
+            exchanges: 0,
             stale: HashSet::new(),
         };
         let id = if let Some(place) = control.models.iter().position(Option::is_none) {
@@ -289,7 +286,7 @@ impl Pager {
     }
 
     /// Takes memory for activations from the card's pool; if the card is full, pages are reclaimed and it
-    /// is tried once more.
+    /// is tried again, as long as there is something to reclaim.
     ///
     /// # Errors
     /// [`PagerError::AllocateWhileCapturing`] on a stream that is being captured into a graph; the device's
@@ -362,32 +359,40 @@ impl Pager {
     }
 }
 
-/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried once
-/// more. The caller holds no lock.
+/// Takes pool memory for work on `stream`; if the card is full, pages are reclaimed and it is tried again, as
+/// long as there is something to reclaim: what comes free may lie in pieces, or another process may take it.
+/// The caller holds no lock.
 pub(super) fn allocate_on(
     core: &Arc<Core>,
     stream: &Arc<Stream>,
     bytes: u64,
 ) -> Result<PoolAllocation, PagerError> {
     match PoolAllocation::new(stream, bytes) {
-        Err(error) if error.is_out_of_memory() => {
-            {
-                let mut control = core.control.lock();
-                // What could never be had must not empty the card first.
-                reclaim::refresh_budget(core, &mut control, true)?;
-                let pool = core.device.pool_figures()?;
-                let idle = pool.reserved.saturating_sub(pool.used);
-                if bytes > u64::from(control.budget) * core.page_bytes + idle {
-                    return Err(error.into());
-                }
+        Err(mut error) if error.is_out_of_memory() => {
+            // Held throughout, so that no fault takes what is made free.
+            let mut control = core.control.lock();
+            // What could never be had must not empty the card first.
+            reclaim::refresh_budget(core, &mut control, true)?;
+            let pool = core.device.pool_figures()?;
+            let idle = pool.reserved.saturating_sub(pool.used);
+            if bytes > u64::from(control.budget) * core.page_bytes + idle {
+                return Err(error.into());
+            }
+            loop {
                 // The pool grows in whole pages, and may need one more than the bytes say.
-                reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
+                let made = reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
                 control.budget_read_at = None;
                 core.looked_at.0.store(0, Ordering::Relaxed);
+                match PoolAllocation::new(stream, bytes) {
+                    Ok(allocation) => {
+                        reclaim::refresh_budget(core, &mut control, true)?;
+                        return Ok(allocation);
+                    }
+                    Err(again) if again.is_out_of_memory() && made > 0 => error = again,
+                    Err(other) => return Err(other.into()),
+                }
+                tracing::debug!(bytes, made, %error, "no activation yet");
             }
-            let allocation = PoolAllocation::new(stream, bytes)?;
-            reclaim::refresh_budget(core, &mut core.control.lock(), true)?;
-            Ok(allocation)
         }
         Ok(allocation) => {
             // The pool may have grown into what the pager meant to use.

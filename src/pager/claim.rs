@@ -41,7 +41,9 @@ pub(super) fn claim_span(
     span: u32,
     patience: Patience,
 ) -> Result<Claimed, PagerError> {
-    let mut claimed = Claimed::default();
+    // The list keeps its memory from one claim to the next.
+    let mut claimed = Claimed { missing: std::mem::take(&mut control.missing), streamed: false };
+    claimed.missing.clear();
     let Some(model) = control.model(id) else { return Ok(claimed) };
     let pages = model.layout.spans()[span as usize].pages.clone();
     if pages.end - pages.start > control.budget {

@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::activations::Activations;
+use super::choose::Choices;
 use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{Frames, NONE, PageKey, Role};
@@ -36,7 +38,7 @@ use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
 use crate::units::ModelTime;
-use crate::weights::{PageLayout, TensorIndex};
+use crate::weights::{MappedFile, PageLayout, TensorIndex};
 
 /// What everybody who works with one card's pager shares.
 #[derive(Debug)]
@@ -74,10 +76,14 @@ pub(super) struct Control {
     /// What the activation pool used at most lately.
     pub(super) pool_use: PoolUse,
     pub(super) next_priority: u64,
+    /// Which models became active in turn.
+    pub(super) activations: Activations,
     /// Page loads asked for so far: the ring's measure of age.
     pub(super) page_loads: u64,
     /// The pages of the copy that is being enqueued, kept for its memory.
     pub(super) wanted: Vec<u32>,
+    /// The list of a claim that is done, kept for its memory.
+    pub(super) missing: Vec<u32>,
     /// Where the search for another ring frame goes on.
     pub(super) ring_hand: usize,
     pub(super) cached_bytes: u64,
@@ -145,12 +151,12 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
-    /// Which units are kept whole, and the ring's size.
+    /// Which pages are kept first, and the ring's size.
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
-    /// The frames that the choice was made for.
-    pub(super) chosen_frames: Option<u32>,
+    /// The choices made lately, and for how many frames.
+    pub(super) choices: Choices,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
     /// The places in the pass of streamed pages.
@@ -168,13 +174,17 @@ pub(super) struct ModelState {
     pub(super) together: u32,
     /// The same since the pass began.
     pub(super) together_now: u32,
-    /// Passes that ended since it was activated: what is remembered of an activation for the next.
+    /// Passes that ended since it was activated.
     pub(super) passes: u32,
+    /// Whether the last activation that was not all hits had several passes.
+    pub(super) several: bool,
     /// Pages with a frame of their own.
     pub(super) resident: u32,
     /// No page at this place of the keep order or later has a frame of its own.
     pub(super) resident_end: u32,
     pub(super) cache: BTreeMap<u32, CachedRun>,
+    /// Its files, mapped, if its bytes are to be copied from there.
+    pub(super) mapped: Option<Box<[MappedFile]>>,
     /// Why the last load of a page failed, until the next is asked for.
     pub(super) errors: HashMap<u32, PagerError>,
     pub(super) counts: ModelCounts,
@@ -183,6 +193,10 @@ pub(super) struct ModelState {
     pub(super) inaccessible: HashSet<u32>,
     /// The patches that bytes on the card are made with.
     pub(super) attached: Option<Arc<DevicePatches>>,
+    /// Faults that bring bytes in with the patches that are attached: an exchange waits for them.
+    pub(super) bringing: u32,
+    /// Exchanges of patches that wait: no fault begins to bring bytes in before them.
+    pub(super) exchanges: u32,
     /// Pages whose bytes are of an older version and could not be given up, since a guard holds them.
     pub(super) stale: HashSet<u32>,
 }
@@ -248,6 +262,16 @@ impl Control {
         for span in model.layout.spans_of_page(key.page) {
             model.words[span as usize].0.set_state(super::word::SpanState::Absent);
         }
+    }
+
+    /// Whether a guard or another fault holds a span, `except` left out.
+    pub(super) fn is_anything_pinned(&self, except: (u32, u32)) -> bool {
+        (0_u32..).zip(&self.models).any(|(id, model)| {
+            model.as_ref().is_some_and(|model| {
+                let mut words = (0_u32..).zip(model.words.iter());
+                words.any(|(span, word)| word.0.view().pins() > 0 && (id, span) != except)
+            })
+        })
     }
 
     /// Names of the units, or pieces, that guards hold now, at most a few; `except` is left out.
@@ -340,7 +364,7 @@ impl ModelState {
         let layout = &self.layout;
         let next = self.order.page_at(&mut self.cursor);
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.whole);
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.first);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
         // Prefetch goes on at the same page. Which places are streamed is not known before slots are dealt.

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use parking_lot::MutexGuard;
 
+use super::ahead;
 use super::attach;
 use super::claim::{self, Patience, abandon};
 use super::core::{Control, Core, ModelState, StreamedRelease};
@@ -44,6 +45,9 @@ pub(super) fn fault_span(
     }
     let mut control = core.control.lock();
     settle_captured(core, &mut control);
+    while control.model(id).is_some_and(|model| model.exchanges > 0) {
+        core.changed.wait(&mut control);
+    }
     ensure_attached(model, &mut control, set)?;
     reclaim::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
@@ -53,6 +57,7 @@ pub(super) fn fault_span(
     let word = model.word(span);
     word.claim();
     control.under_way += 1;
+    note_bringing(core, &mut control, id, true);
     let mut count = Count::Hit;
     let brought = if control.plain.is_some() {
         plain::bring(model, &mut control, span, set).and_then(|brought| {
@@ -75,6 +80,7 @@ pub(super) fn fault_span(
         };
         brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     };
+    note_bringing(core, &mut control, id, false);
     match brought {
         Ok(()) => {}
         Err(error) => {
@@ -119,12 +125,14 @@ fn bring(
         if !claimed.missing.is_empty() {
             *count = if claimed.streamed { Count::Streamed } else { (*count).max_loaded() };
             for run in claimed.missing.chunk_by(|a, b| a + 1 == *b) {
-                if let Some(&first) = run.first() {
-                    load::submit(core, control, id, first, u32::try_from(run.len()).unwrap_or(u32::MAX));
+                if let (Some(&first), Some(&last)) = (run.first(), run.last()) {
+                    let gathered = ahead::gather(core, control, id, last);
+                    load::submit(core, control, id, first, last + 1 - first + gathered);
                 }
             }
             prefetch::demanded(control, id, &claimed.missing);
         }
+        ahead::advance(core, control, id, span);
         while span_error(control, id, span).is_none() && is_loading(control, id, span) {
             wait_for_progress(core, control)?;
         }
@@ -132,7 +140,10 @@ fn bring(
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
             // next round asks anew. What this fault asked for itself is its own failure.
             Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
-            None if is_present(control, id, span) => break,
+            None if is_present(control, id, span) => {
+                control.missing = claimed.missing;
+                break;
+            }
             Some(_) | None => {}
         }
     }
@@ -318,7 +329,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
 /// From now on the model's passes go in this order.
 fn follow(model: &mut ModelState, spans: Vec<u32>) {
     model.set_order(spans);
-    model.chosen_frames = None;
+    model.choices.forget();
 }
 
 fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)> {
@@ -353,7 +364,37 @@ fn is_present(control: &Control, id: u32, span: u32) -> bool {
     model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
 }
 
-/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied.
+/// Notes that a fault begins, or has ended, to bring bytes in.
+fn note_bringing(core: &Core, control: &mut Control, id: u32, begins: bool) {
+    let Some(model) = control.model_mut(id) else { return };
+    if begins {
+        model.bringing += 1;
+    } else {
+        model.bringing -= 1;
+        if model.bringing == 0 && model.exchanges > 0 {
+            core.changed.notify_all();
+        }
+    }
+}
+
+/// Waits until no fault brings bytes in: they let go of the lock for their reads, and what then arrives must
+/// be made with the patches that they asked for. Each of them takes a bounded time and none waits for a
+/// guard; new ones wait for this exchange.
+fn wait_for_bringing(core: &Core, control: &mut MutexGuard<'_, Control>, id: u32) {
+    if let Some(model) = control.model_mut(id) {
+        model.exchanges += 1;
+    }
+    while control.model(id).is_some_and(|model| model.bringing > 0) {
+        core.changed.wait(control);
+    }
+    if let Some(model) = control.model_mut(id) {
+        model.exchanges -= 1;
+    }
+    core.changed.notify_all();
+}
+
+/// Attaches a set, or none, if another one is attached. The lock is let go while factors are copied and
+/// while other faults of the model bring bytes in.
 pub(super) fn ensure_attached(
     model: &PagedModel,
     control: &mut MutexGuard<'_, Control>,
@@ -370,6 +411,7 @@ pub(super) fn ensure_attached(
                 Some(uploaded?)
             }
         };
+        wait_for_bringing(core, control, id);
         attach::attach(core, control, id, patches)?;
     }
     Ok(())

@@ -5,6 +5,10 @@
 //! again, so that the order of copies does not depend on which reader was faster. Pages whose bytes lie
 //! in staging memory already are copied at once.
 //!
+//! A load may also be asked for ahead of its pages' frames, see [`super::ahead`]: it waits, read, until a
+//! fault or prefetch claims them. How many bytes are read and not yet copied is bounded by
+//! [`super::PagerOptions::read_ahead_bytes`], whoever asked for them.
+//!
 //! A page that was taken away while its load was under way is skipped when the load ends: the frame says
 //! which load it waits for.
 
@@ -13,14 +17,16 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::convert;
-use super::core::{CachedRun, Control, Core};
+use super::ahead::{self, Ahead};
+use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes};
+use super::core::{Control, Core};
 use super::error::PagerError;
 use super::frames::{NONE, PageKey};
+use super::keep;
+pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
 use super::mutations::Mutation;
-use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
-use crate::transfer::{ReadJob, cut_extents, read_extents};
+use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
@@ -34,6 +40,10 @@ pub(super) struct Loads<R = ReadResult> {
     /// The number of the next load; zero is no load.
     next: u64,
     reading: usize,
+    pub(super) ahead: Ahead,
+    /// Jobs that are done, kept for their memory.
+    #[expect(clippy::vec_box, reason = "the boxes are what is kept: the readers' queue takes boxed jobs")]
+    spare: Vec<Box<PageRead>>,
 }
 
 #[derive(Debug)]
@@ -42,9 +52,15 @@ struct Load<R = ReadResult> {
     model: u32,
     first: u32,
     count: u32,
+    /// Whether a page waits for it; not so while it was only asked for ahead.
+    wanted: bool,
+    /// Whether it was asked for ahead.
+    ahead: bool,
     state: LoadState<R>,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
+    /// The modelled time from which a page waits for it.
+    wanted_at: ModelTime,
 }
 
 #[derive(Debug)]
@@ -56,6 +72,22 @@ enum LoadState<R = ReadResult> {
     /// Its model is gone.
     Cancelled,
 }
+
+/// Where the bytes of a page that has none on the card are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Source {
+    /// In the kept run that begins at this page.
+    Kept(u32),
+    /// In this one of the runs that were read ahead.
+    Ahead(usize),
+    /// On the way, in the load at this place of the queue.
+    Load(usize),
+    /// Only in the file.
+    File,
+}
+
+/// Jobs kept for their memory, and reads under way at once at most.
+const MOST_READS: usize = MAX_JOBS / 2;
 
 /// What a fault must wait for whose bytes are on the way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -70,31 +102,62 @@ pub(super) enum WaitFor {
 
 impl<R> Loads<R> {
     pub(super) fn new() -> Self {
-        Self { queue: VecDeque::with_capacity(64), next: 1, reading: 0 }
+        Self {
+            queue: VecDeque::with_capacity(64),
+            next: 1,
+            reading: 0,
+            ahead: Ahead::new(),
+            spare: Vec::with_capacity(64),
+        }
     }
 
-    /// Loads whose copies are not enqueued yet.
+    /// Loads that pages wait for and whose copies are not enqueued yet.
     pub(super) fn outstanding(&self) -> usize {
-        self.queue.len()
+        self.queue.iter().filter(|load| load.wanted).count()
     }
 
     /// What a fault must wait for whose bytes are not there yet. The caller has just tried to go on.
     pub(super) fn wait_for(&self) -> WaitFor {
-        if self.reading == 0 && self.queue.iter().any(|load| matches!(load.state, LoadState::Waiting)) {
+        let waits = |load: &Load<R>| load.wanted && matches!(load.state, LoadState::Waiting);
+        if self.reading == 0 && self.queue.iter().any(waits) {
             WaitFor::Buffer
-        } else if self.queue.is_empty() {
+        } else if self.outstanding() == 0 {
             WaitFor::Nothing
         } else {
             WaitFor::Signal
         }
     }
 
-    /// Asks for a load; answers its number.
+    /// Pages of loads that have a buffer and are not copied yet.
+    fn pages_under_way(&self) -> u64 {
+        let counts = |load: &&Load<R>| matches!(load.state, LoadState::Reading | LoadState::Read(_));
+        self.queue.iter().filter(counts).map(|load| u64::from(load.count)).sum()
+    }
+
+    /// Asks for a run of pages that are wanted; answers the load's number.
     fn ask(&mut self, model: u32, first: u32, count: u32) -> u64 {
+        self.push(model, first, count, false)
+    }
+
+    /// Asks for a run of pages ahead of their being wanted.
+    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32) {
+        self.push(model, first, count, true);
+    }
+
+    fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
         let id = self.next;
         self.next += 1;
-        let (state, available) = (LoadState::Waiting, ModelTime::ZERO);
-        self.queue.push_back(Load { id, model, first, count, state, available });
+        self.queue.push_back(Load {
+            id,
+            model,
+            first,
+            count,
+            wanted: !ahead,
+            ahead,
+            state: LoadState::Waiting,
+            available: ModelTime::ZERO,
+            wanted_at: ModelTime::ZERO,
+        });
         id
     }
 
@@ -140,15 +203,31 @@ impl<R> Loads<R> {
     /// Forgets the loads of a model that goes away.
     pub(super) fn cancel(&mut self, model: u32) {
         for load in self.queue.iter_mut().filter(|load| load.model == model) {
-            load.state = match load.state {
-                LoadState::Reading => {
-                    // The reader still owns the buffer; its result is dropped.
-                    load.model = NONE;
-                    LoadState::Reading
-                }
-                _ => LoadState::Cancelled,
-            };
+            load.cancel();
         }
+        self.ahead.forget(model);
+    }
+
+    /// Forgets what was asked for ahead and is not wanted, of one model or of all.
+    pub(super) fn cancel_ahead(&mut self, model: Option<u32>) {
+        for load in &mut self.queue {
+            if !load.wanted && model.is_none_or(|model| load.model == model) {
+                load.cancel();
+            }
+        }
+        self.ahead.drop_runs(model);
+    }
+}
+
+impl<R> Load<R> {
+    fn cancel(&mut self) {
+        if matches!(self.state, LoadState::Reading) {
+            // The reader still owns the buffer; its result is dropped.
+            self.model = NONE;
+        } else {
+            self.state = LoadState::Cancelled;
+        }
+        self.wanted = false;
     }
 }
 
@@ -156,33 +235,43 @@ impl<R> Loads<R> {
 pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u32, count: u32) {
     let mut page = first;
     let end = first + count;
-    while page < end {
-        if let Some(model) = control.model_mut(id) {
+    if let Some(model) = control.model_mut(id)
+        && !model.errors.is_empty()
+    {
+        for page in first..end {
             model.errors.remove(&page);
         }
-        if !core.device.info().keeps_bytes {
-            copy_without_bytes(core, control, id, page, end - page);
-            return;
-        }
-        if let Some((run, pages)) = cached_run(control, id, page) {
-            let count = pages.min(end - page);
-            copy_cached(core, control, id, run, page, count);
-            page += count;
-            continue;
-        }
-        let mut count = 1;
-        while count < core.chunk_pages
-            && page + count < end
-            && cached_run(control, id, page + count).is_none()
-        {
-            count += 1;
-        }
-        let load = control.loads.ask(id, page, count);
-        for claimed in page..page + count {
-            if let Some(model) = control.model_mut(id) {
-                model.errors.remove(&claimed);
-                let frame = model.pages[claimed as usize].frame;
-                control.frames.info_mut(frame).loading = load;
+    }
+    if !core.device.info().keeps_bytes {
+        copy_without_bytes(core, control, id, page, count);
+        return;
+    }
+    while page < end {
+        let (source, pages) = source_of(control, id, page);
+        let mut count = pages.min(end - page);
+        match source {
+            Source::Kept(run) => keep::copy_cached(core, control, id, run, page, count),
+            Source::Ahead(place) => ahead::copy_run(core, control, place, page, count),
+            Source::Load(place) => {
+                let load = &mut control.loads.queue[place];
+                if !std::mem::replace(&mut load.wanted, true) {
+                    load.wanted_at = core.device.now();
+                }
+                let number = load.id;
+                await_load(control, id, page, count, number);
+                control.loads.ahead.served = true;
+            }
+            Source::File => {
+                while count < core.chunk_pages
+                    && page + count < end
+                    && source_of(control, id, page + count).0 == Source::File
+                {
+                    count += 1;
+                }
+                if !copy_from_mapping(core, control, id, page, count) {
+                    let number = control.loads.ask(id, page, count);
+                    await_load(control, id, page, count, number);
+                }
             }
         }
         page += count;
@@ -190,94 +279,203 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
     pump(core, control);
 }
 
-/// The cached run that holds `page`, and how many of its pages come from there on.
-fn cached_run(control: &Control, id: u32, page: u32) -> Option<(u32, u32)> {
-    let (first, run) = control.model(id)?.cache.range(..=page).next_back()?;
-    let end = first + run.pages;
-    (page < end).then(|| (*first, end - page))
+/// Notes on the frames of pages which load will fill them.
+fn await_load(control: &mut Control, id: u32, first: u32, count: u32, load: u64) {
+    let Control { frames, models, .. } = control;
+    let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
+    for page in first..first + count {
+        frames.info_mut(model.pages[page as usize].frame).loading = load;
+    }
 }
 
-/// Gives buffers to the loads that wait for one, in order, and starts their reads.
+/// Where the bytes of `page` are, and for how many pages from there on that is so; one for the file.
+pub(super) fn source_of(control: &Control, id: u32, page: u32) -> (Source, u32) {
+    if let Some((run, pages)) = keep::cached_run(control, id, page) {
+        return (Source::Kept(run), pages);
+    }
+    if let Some((place, pages)) = control.loads.ahead.find(id, page) {
+        return (Source::Ahead(place), pages);
+    }
+    let holds = |load: &Load| {
+        load.ahead
+            && load.model == id
+            && (load.first..load.first + load.count).contains(&page)
+            && !matches!(load.state, LoadState::Read(Err(_)) | LoadState::Cancelled)
+    };
+    match control.loads.queue.iter().position(holds) {
+        Some(place) => {
+            let load = &control.loads.queue[place];
+            (Source::Load(place), load.first + load.count - page)
+        }
+        None => (Source::File, 1),
+    }
+}
+
+/// Gives buffers to the loads that wait for one, in order and as far as the depth permits, and starts their
+/// reads; enqueues the copies of those that were read.
 pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
+    // Looking for room asks the device; on a modelled clock that costs nobody's time, since it may be any
+    // thread that comes by.
+    let own_time = core.device.now();
     let mut from = 0;
+    let mut under_way = control.loads.pages_under_way() * core.page_bytes;
     while let Some(place) = control.loads.next_waiting(from) {
         from = place + 1;
-        let load = &control.loads.queue[place];
-        let (number, id, first, count) = (load.id, load.model, load.first, load.count);
-        let taken = core.arena.take(count);
+        let count = control.loads.queue[place].count;
+        let after = under_way + u64::from(count) * core.page_bytes;
+        let reading = control.loads.reading;
+        if reading >= MOST_READS || after > read_depth(core) && reading > 0 {
+            break;
+        }
+        let taken = match core.arena.take(count) {
+            Ok(None) if reading == 0 => take_part(core, control, place),
+            taken => taken.map_err(PagerError::from),
+        };
+        core.device.set_now(own_time);
         match taken {
-            Ok(Some(buffer)) => match control.model(id) {
-                Some(model) => {
-                    let bytes = model.layout.content_bytes(page_span(core, first, count));
-                    let available = core.device.schedule_read(bytes);
-                    let job = PageRead {
-                        core: Arc::clone(core),
-                        index: Arc::clone(&model.index),
-                        layout: Arc::clone(&model.layout),
-                        load: number,
-                        first,
-                        count,
-                        buffer: Some(buffer),
-                        read: Ok(0),
-                    };
-                    control.loads.begin(place, available);
-                    core.readers.submit(Box::new(job));
-                }
-                None => control.loads.queue[place].state = LoadState::Cancelled,
-            },
+            Ok(Some(buffer)) => {
+                under_way += u64::from(control.loads.queue[place].count) * core.page_bytes;
+                start_read(core, control, place, buffer);
+            }
             Ok(None) => break,
-            Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error.into())),
+            Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error)),
         }
     }
     drain(core, control);
 }
 
+/// Bytes that may be in staging memory between file and card.
+pub(super) fn read_depth(core: &Core) -> u64 {
+    let least = 2 * core.options.readers.max(1) as u64 * u64::from(core.chunk_pages) * core.page_bytes;
+    core.options.read_ahead_bytes.max(least)
+}
+
+/// Pages that may be copied ahead of the runner now, by [`super::PagerOptions::copy_ahead_bytes`]; the ring
+/// bounds them in any case.
+pub(super) fn room_ahead(core: &Core, control: &Control, id: u32) -> u32 {
+    let Some(bytes) = core.options.copy_ahead_bytes else { return u32::MAX };
+    let frames = &control.frames;
+    let unused = |frame: &&u32| {
+        **frame != NONE && {
+            let info = frames.info(**frame);
+            info.content.model == id && !info.consumed
+        }
+    };
+    let ahead = frames.ring.iter().filter(unused).count() as u64;
+    u32::try_from((bytes / core.page_bytes).saturating_sub(ahead)).unwrap_or(u32::MAX)
+}
+
+/// A buffer for the first pages of a load, where staging memory is in pieces and there is none for all of
+/// it; the rest becomes a load of its own behind it.
+fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<StagingBuffer>, PagerError> {
+    let mut part = control.loads.queue[place].count / 2;
+    while part > 0 {
+        if let Some(buffer) = core.arena.take(part)? {
+            let number = control.loads.next;
+            control.loads.next += 1;
+            let load = &mut control.loads.queue[place];
+            let (id, model) = (load.id, load.model);
+            let (first, count) = (load.first + part, load.count - part);
+            load.count = part;
+            let Load { wanted, ahead, available, wanted_at, .. } = *load;
+            let state = LoadState::Waiting;
+            let rest = Load { id: number, model, first, count, wanted, ahead, state, available, wanted_at };
+            control.loads.queue.insert(place + 1, rest);
+            // Those of the rest's pages that wait do so for the new load.
+            let Control { frames, models, .. } = control;
+            if let Some(state) = models.get(model as usize).and_then(Option::as_deref) {
+                for page in first..first + count {
+                    let frame = state.pages[page as usize].frame;
+                    if frame != NONE && frames.info(frame).loading == id {
+                        frames.info_mut(frame).loading = number;
+                    }
+                }
+            }
+            return Ok(Some(buffer));
+        }
+        part /= 2;
+    }
+    Ok(None)
+}
+
+/// Hands a load and its buffer to a reader.
+fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) {
+    let load = &control.loads.queue[place];
+    let (id, number, first, count) = (load.model, load.id, load.first, load.count);
+    let Some(model) = control.model(id) else {
+        control.loads.queue[place].state = LoadState::Cancelled;
+        return;
+    };
+    let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
+    let bytes = model.layout.content_bytes(page_span(core, first, count));
+    let available = core.device.schedule_read(bytes);
+    let mut job = control.loads.spare.pop().unwrap_or_default();
+    *job = PageRead {
+        core: Some(Arc::clone(core)),
+        files,
+        load: number,
+        first,
+        count,
+        available,
+        buffer: Some(buffer),
+        read: Ok(0),
+    };
+    control.loads.begin(place, available);
+    core.readers.submit(job);
+}
+
 /// Enqueues the copies of the oldest loads, as far as they were read.
 fn drain(core: &Arc<Core>, control: &mut Control) {
     while let Some((load, result)) = control.loads.pop_read() {
-        if control.model(load.model).is_none() {
+        let (id, pages) = (load.model, load.first..load.first + load.count);
+        let Some(model) = control.model_mut(id) else { continue };
+        model.counts.file_bytes += result.as_ref().map_or(0, |(_, bytes)| *bytes);
+        let unclaimed = load.ahead.then_some(load.available);
+        if !load.wanted {
+            // What nobody waits for has nobody to be told that it failed: it is asked for again.
+            if let Ok((buffer, _)) = result {
+                keep::settle(core, control, id, pages, buffer, unclaimed);
+            }
             continue;
         }
-        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there.
+        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there
+        // and wanted.
         let own_time = core.device.now();
-        core.device.set_now(load.available);
-        let copied = result.and_then(|(mut buffer, file_bytes)| {
-            let range = load.first..load.first + load.count;
-            let fence = copy_pages(
-                control,
-                load.model,
-                range.clone(),
-                load.id,
-                Some((&buffer, range.start)),
-                load.available,
-                core.page_bytes,
-            );
-            if let Some(model) = control.model_mut(load.model) {
-                model.counts.file_bytes += file_bytes;
-            }
-            if let Some(fence) = fence?
+        core.device.set_now(load.available.max(load.wanted_at));
+        let copied = result.and_then(|(mut buffer, _)| {
+            let source = PageSource::Buffer(&buffer, pages.start);
+            let fence =
+                copy_pages(control, id, pages.clone(), load.id, source, load.available, core.page_bytes)?;
+            if let Some(fence) = fence
                 && !control.mutated.by(Mutation::StagingWithoutWait)
             {
                 buffer.read_until(fence);
             }
-            keep_streamed(core, control, load.model, range, buffer);
+            keep::settle(core, control, id, pages.clone(), buffer, unclaimed);
             Ok(())
         });
         core.device.set_now(own_time);
         if let Err(error) = copied {
-            fail_pages(control, load.model, load.first..load.first + load.count, load.id, &error);
+            fail_pages(control, id, pages, load.id, &error);
             // Whoever comes by may find that another's load failed, with no reader left to tell of it.
             core.changed.notify_all();
         }
     }
 }
 
-fn page_span(core: &Core, first: u32, count: u32) -> std::ops::Range<u64> {
+/// The model addresses of a run of pages.
+pub(super) fn page_span(core: &Core, first: u32, count: u32) -> std::ops::Range<u64> {
     u64::from(first) * core.page_bytes..u64::from(first + count) * core.page_bytes
 }
 
 /// Notes why pages that still waited for this load have no bytes.
-fn fail_pages(control: &mut Control, id: u32, pages: std::ops::Range<u32>, load: u64, error: &PagerError) {
+pub(super) fn fail_pages(
+    control: &mut Control,
+    id: u32,
+    pages: std::ops::Range<u32>,
+    load: u64,
+    error: &PagerError,
+) {
     for page in pages {
         let Some(model) = control.models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
         let frame = model.pages[page as usize].frame;
@@ -292,260 +490,71 @@ fn fail_pages(control: &mut Control, id: u32, pages: std::ops::Range<u32>, load:
     }
 }
 
-/// Copies from a cached run.
-fn copy_cached(core: &Arc<Core>, control: &mut Control, id: u32, run: u32, first: u32, count: u32) {
-    let Some(cached) = control.model_mut(id).and_then(|model| model.cache.remove(&run)) else { return };
-    let CachedRun { mut buffer, pages } = cached;
-    let now = core.device.now();
-    let copied = copy_pages(control, id, first..first + count, 0, Some((&buffer, run)), now, core.page_bytes);
-    match copied {
-        Ok(Some(fence)) => buffer.read_until(fence),
-        Ok(None) => {}
-        Err(error) => fail_pages(control, id, first..first + count, 0, &error.into()),
-    }
-    if let Some(model) = control.model_mut(id) {
-        model.cache.insert(run, CachedRun { buffer, pages });
-    }
-}
-
-/// On a device without bytes: accounts and clock only.
-fn copy_without_bytes(core: &Arc<Core>, control: &mut Control, id: u32, first: u32, count: u32) {
-    let end = first + count;
-    let mut page = first;
-    while page < end {
-        let count = core.chunk_pages.min(end - page);
-        let bytes =
-            control.model(id).map_or(0, |model| model.layout.content_bytes(page_span(core, page, count)));
-        let available = core.device.schedule_read(bytes);
-        let copied = copy_pages(control, id, page..page + count, 0, None, available, core.page_bytes);
-        if let Err(error) = copied {
-            fail_pages(control, id, page..page + count, 0, &error.into());
-        }
-        page += count;
-    }
-}
-
-/// Enqueues the copies of those of `pages` that still wait for `load`; the source holds the pages from
-/// the given one on. Answers their fence, if anything was copied.
-fn copy_pages(
-    control: &mut Control,
-    id: u32,
-    pages: std::ops::Range<u32>,
-    load: u64,
-    source: Option<(&StagingBuffer, u32)>,
-    available: ModelTime,
-    page_bytes: u64,
-) -> Result<Option<Fence>, DeviceError> {
-    // The list keeps its memory from one call to the next: a steady pass allocates nothing for it.
-    let mut wanted = std::mem::take(&mut control.wanted);
-    wanted.clear();
-    let copied = copy_wanted(control, &mut wanted, id, pages, load, source, available, page_bytes);
-    control.wanted = wanted;
-    copied
-}
-
-#[expect(clippy::too_many_arguments, reason = "one step of its only caller")]
-fn copy_wanted(
-    control: &mut Control,
-    wanted: &mut Vec<u32>,
-    id: u32,
-    pages: std::ops::Range<u32>,
-    load: u64,
-    source: Option<(&StagingBuffer, u32)>,
-    available: ModelTime,
-    page_bytes: u64,
-) -> Result<Option<Fence>, DeviceError> {
-    let skips = control.mutated.by(Mutation::SlotWithoutWait);
-    let Control { frames, engine, models, scratch, .. } = control;
-    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return Ok(None) };
-    let waits = |page: u32| {
-        let frame = model.pages[page as usize].frame;
-        frame != NONE && {
-            let info = frames.info(frame);
-            info.content == (PageKey { model: id, page }) && info.loading == load && !info.fresh
-        }
-    };
-    wanted.extend(pages.filter(|&page| waits(page)));
-    let wanted = &*wanted;
-    if wanted.is_empty() {
-        return Ok(None);
-    }
-    let Some(range) = &model.range else { return Ok(None) };
-    let base = range.range().start;
-    let batch = engine.begin();
-    let enqueue = || -> Result<u64, DeviceError> {
-        let mut last: Option<&Fence> = None;
-        for &page in wanted {
-            let info = frames.info(model.pages[page as usize].frame);
-            for fence in info.before_copy() {
-                if !skips && last.is_none_or(|last| !last.is_same(fence)) {
-                    batch.wait(fence)?;
-                    last = Some(fence);
-                }
-            }
-        }
-        let target = convert::CopyTarget {
-            cut: page_bytes,
-            layout: &model.layout,
-            base,
-            scratch: scratch.get(batch.place()).map(PoolAllocation::range),
-            patches: model.attached.as_deref(),
-        };
-        let source = source.map(|(buffer, first)| (buffer, u64::from(first) * page_bytes));
-        let mut bytes = 0;
-        for run in wanted.chunk_by(|a, b| a + 1 == *b) {
-            let (Some(&first), Some(&last)) = (run.first(), run.last()) else { continue };
-            let addresses = u64::from(first) * page_bytes..u64::from(last + 1) * page_bytes;
-            bytes += convert::copy_run(&batch, &target, addresses, source, available)?;
-        }
-        Ok(bytes)
-    };
-    let enqueued = enqueue();
-    // Also after an error: what was enqueued still reads the buffer and writes the frames.
-    let fence = batch.finish()?;
-    for &page in wanted {
-        let info = frames.info_mut(model.pages[page as usize].frame);
-        match enqueued {
-            Ok(_) => info.copied(fence.clone()),
-            Err(_) => info.arrive = Some(fence.clone()),
-        }
-    }
-    match enqueued {
-        Ok(bytes) => model.counts.copied_bytes += bytes,
-        Err(error) => {
-            fence.wait()?;
-            return Err(error);
-        }
-    }
-    Ok(Some(fence))
-}
-
-/// Keeps those pages of a read buffer that will be streamed again, if the budget permits.
-fn keep_streamed(
-    core: &Core,
-    control: &mut Control,
-    id: u32,
-    pages: std::ops::Range<u32>,
-    buffer: StagingBuffer,
-) {
-    let kept_limit = kept_limit(core);
-    let mut rest = Some(buffer);
-    let mut page = pages.start;
-    while let Some(mut buffer) = rest.take() {
-        let Some(model) = control.model(id) else { return };
-        let streamed = model.pages[page as usize].slot != NONE;
-        let mut count = 1;
-        while page + count < pages.end && (model.pages[(page + count) as usize].slot != NONE) == streamed {
-            count += 1;
-        }
-        rest = buffer.split_off(count);
-        if streamed && control.cached_bytes + buffer.len() <= kept_limit {
-            control.cached_bytes += buffer.len();
-            // A page that was asked for, taken away and asked for again is read twice.
-            let replaced = control
-                .model_mut(id)
-                .and_then(|model| model.cache.insert(page, CachedRun { buffer, pages: count }));
-            control.cached_bytes -= replaced.map_or(0, |run| run.buffer.len());
-        }
-        page += count;
-    }
-}
-
-/// Bytes of staging memory that may hold kept pages: the ring of buffers that reads go through stays free of
-/// them.
-pub(super) fn kept_limit(core: &Core) -> u64 {
-    let limit = core.arena.figures().limit_bytes;
-    limit.saturating_sub(4 * u64::from(core.chunk_pages) * core.page_bytes)
-}
-
-/// Gives kept pages back that are more than may be kept now.
-pub(super) fn drop_kept_over_limit(core: &Core, control: &mut Control) {
-    let limit = kept_limit(core);
-    while control.cached_bytes > limit && drop_one_cached(control) {}
-}
-
-/// Gives kept pages of `model` back until `bytes` are free or none is left; answers the bytes.
-pub(super) fn drop_cached(control: &mut Control, id: u32, bytes: u64) -> u64 {
-    let mut freed = 0;
-    while freed < bytes {
-        let Some((_, run)) = control.model_mut(id).and_then(|model| model.cache.pop_last()) else { break };
-        freed += run.buffer.len();
-        control.cached_bytes -= run.buffer.len();
-    }
-    freed
-}
-
-/// Gives one kept run of any model back, of the least important first.
-pub(super) fn drop_one_cached(control: &mut Control) -> bool {
-    let mut models: Vec<(u64, u32)> = (0..)
-        .zip(&control.models)
-        .filter_map(|(id, model)| model.as_ref().map(|model| (model.priority, id)))
-        .collect();
-    models.sort_unstable();
-    models.into_iter().any(|(_, id)| drop_cached(control, id, 1) > 0)
-}
-
-/// Takes a staging buffer for a caller that holds no lock, waiting for copies in flight; kept pages give
-/// way if nothing else does.
-pub(super) fn take_buffer(core: &Arc<Core>, slots: u32) -> Result<StagingBuffer, PagerError> {
-    const PATIENT_WAITS: u32 = 20;
-    const WAITS: u32 = 5000;
-    let mut waits = 0_u32;
-    let buffer = core.arena.take_waiting(slots, || {
-        waits += 1;
-        if waits > PATIENT_WAITS {
-            drop_one_cached(&mut core.control.lock());
-        }
-        waits < WAITS
-    })?;
-    buffer.ok_or_else(|| PagerError::InvalidArgument {
-        what: "staging",
-        why: format!("no buffer of {slots} pages came free"),
-    })
-}
-
 /// A read of a run of pages into its buffer.
+#[derive(Debug)]
 struct PageRead {
-    core: Arc<Core>,
-    index: Arc<TensorIndex>,
-    layout: Arc<PageLayout>,
+    /// The pager's, and what is read; `None` in a job that is only kept for its memory.
+    core: Option<Arc<Core>>,
+    files: Option<(Arc<TensorIndex>, Arc<PageLayout>)>,
     load: u64,
     first: u32,
     count: u32,
+    available: ModelTime,
     buffer: Option<StagingBuffer>,
     read: Result<u64, PagerError>,
 }
 
+impl Default for PageRead {
+    fn default() -> Self {
+        Self {
+            core: None,
+            files: None,
+            load: 0,
+            first: 0,
+            count: 0,
+            available: ModelTime::ZERO,
+            buffer: None,
+            read: Ok(0),
+        }
+    }
+}
+
 impl ReadJob for PageRead {
     fn read(&mut self) {
+        let (Some(core), Some((index, layout))) = (&self.core, &self.files) else { return };
         let Some(buffer) = &mut self.buffer else { return };
-        let range = page_span(&self.core, self.first, self.count);
+        let range = page_span(core, self.first, self.count);
         let base = range.start;
         self.read = match buffer.bytes_mut() {
-            Ok(bytes) => {
-                read_extents(&self.index, cut_extents(&self.layout, range, self.core.page_bytes), base, bytes)
-                    .map_err(PagerError::from)
-            }
+            Ok(bytes) => read_extents(index, cut_extents(layout, range, core.page_bytes), base, bytes)
+                .map_err(PagerError::from),
             Err(error) => Err(error.into()),
         };
     }
 
     fn complete(mut self: Box<Self>, panic: Option<String>) {
-        let core = Arc::clone(&self.core);
-        let mut control = core.control.lock();
-        let result = match (panic, self.buffer.take(), self.read) {
+        let Some(core) = self.core.take() else { return };
+        let files = self.files.take();
+        let result = match (panic, self.buffer.take(), std::mem::replace(&mut self.read, Ok(0))) {
             (None, Some(buffer), Ok(bytes)) => Ok((buffer, bytes)),
             (None, _, Err(error)) => Err(error),
             (panic, ..) => Err(PagerError::Reader {
-                model: self
-                    .index
-                    .files()
-                    .first()
-                    .map_or_else(String::new, |file| file.path().display().to_string()),
+                model: files
+                    .and_then(|(index, _)| {
+                        index.files().first().map(|file| file.path().display().to_string())
+                    })
+                    .unwrap_or_default(),
                 why: panic.unwrap_or_else(|| "its buffer is gone".to_owned()),
             }),
         };
-        control.loads.finish(self.load, result);
+        let mut control = core.control.lock();
+        // On a modelled clock this thread is free again when its bytes have come.
+        core.device.set_now(self.available);
+        let load = self.load;
+        if control.loads.spare.len() < MOST_READS {
+            control.loads.spare.push(self);
+        }
+        control.loads.finish(load, result);
         pump(&core, &mut control);
         drop(control);
         core.changed.notify_all();

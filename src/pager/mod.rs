@@ -6,7 +6,9 @@
 //! | `word`, `words` | the lock-free word of a span, the hit path; where the words lie |
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
-//! | `load` | reads and copies in order |
+//! | `load`, `ahead` | reads in order, and ahead of need |
+//! | `copies` | the copies of claimed pages, with their fences |
+//! | `keep` | what stays in staging memory for later |
 //! | `convert` | the copies of a run of pages: plain, cast, patched |
 //! | `patches`, `patched`, `attach` | low-rank patches: their sets, faults through one, changing it |
 //! | `prefetch` | filling the ring ahead |
@@ -16,23 +18,30 @@
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `order`, `ring` | decisions: pure functions |
+//! | `plan`, `order`, `ring`, `forecast` | decisions: pure functions |
+//! | `residency` | where every page is now, for reports |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
 //! and release on its stream its pages are resident and hold the right bytes; no page is unmapped and no
 //! frame rewritten while it is pinned or a stream that used it has not passed that use; a unit keeps its
 //! address for the model's life (without virtual memory calls: for its guard's). May import `units`, `sync`, `device`, `weights`, `staging`, `transfer`.
 
+mod activations;
+mod ahead;
 mod attach;
 mod card;
+mod choose;
 mod claim;
 mod convert;
+mod copies;
 mod core;
 mod counters;
 mod error;
 mod fault;
+mod forecast;
 mod frames;
 mod guard;
+mod keep;
 mod load;
 mod model;
 mod mutations;
@@ -45,6 +54,7 @@ mod plan;
 mod pool_use;
 mod prefetch;
 mod reclaim;
+mod residency;
 mod ring;
 mod rows;
 mod streams;
@@ -53,17 +63,19 @@ mod word;
 mod words;
 
 pub use card::{Pager, PagerFigures};
-pub(crate) use convert::{CopyTarget, copy_run, patch_run};
+pub(crate) use convert::{CopySource, CopyTarget, copy_run, patch_run};
 pub use counters::ModelCounts;
 pub use error::PagerError;
+pub use forecast::{ASSUMED_LINK, CardFacts, CardSizes, Forecast, TooLarge, card_sizes, forecast};
 pub(crate) use guard::names_tensor;
 pub use guard::{Guard, OwnedGuard, TensorView};
 pub use model::{ModelFigures, PagedModel};
-pub use options::{ModelOptions, PagerOptions};
+pub use options::{ModelOptions, PagerOptions, WeightSource};
 pub use patched::PatchedModel;
 pub(crate) use patches::{DevicePatches, copy_in};
 pub use patches::{Factor, PatchSet, TensorPatch};
 pub use plan::RingSize;
+pub use residency::PageState;
 pub use rows::RowsGuard;
 pub use streams::{MAX_STREAMS, PagerStream};
 pub(crate) use verify::rows_on_card;

@@ -262,14 +262,17 @@ impl PagedModel {
         let mut control = core.control.lock();
         control.next_priority += 1;
         let priority = control.next_priority;
+        control.activations.note(self.id);
         let highest = control.models.iter().flatten().map(|model| model.priority).max();
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let already = highest == Some(model.priority);
         if !already {
-            // What the last activation showed, unless the caller knows better.
-            model.promoted = passes.map_or(model.passes > 0, |passes| passes > 1);
+            // What the last activation showed, unless the caller knows better. One of hits only showed nothing.
+            if model.learner.restart() {
+                model.several = model.passes > 0;
+            }
+            model.promoted = passes.map_or(model.several, |passes| passes > 1);
             model.passes = 0;
-            model.learner.restart();
         } else if passes.is_some_and(|passes| passes > 1) {
             model.promoted = true;
         }
@@ -288,7 +291,7 @@ impl PagedModel {
             return Ok(());
         }
         model.compute_per_gib = compute;
-        model.chosen_frames = None;
+        model.choices.forget();
         reclaim::replan(core, &mut control, self.id, true)
     }
 
@@ -447,7 +450,9 @@ impl PagedModel {
             let streamed = Streamed::one(self.pin_span(spans.start, stream, set, patience)?);
             return Ok(Pinned::new(unit, spans, streamed));
         }
-        if self.pin_all_if_resident(&spans, set) {
+        // Where there is no range the pieces lie apart, and the unit has no address: that is refused below.
+        let together = matches!(self.addresses, Addresses::Stable(_));
+        if together && self.pin_all_if_resident(&spans, set) {
             self.count_hit();
             return Ok(Pinned::new(unit, spans, Streamed::None));
         }
@@ -555,7 +560,7 @@ impl PagedModel {
         }
         model.whole_units.insert(unit.0);
         model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
-        model.chosen_frames = None;
+        model.choices.forget();
         reclaim::replan(core, &mut control, self.id, true)
     }
 

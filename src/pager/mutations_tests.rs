@@ -221,7 +221,7 @@ const COPY: &str = "src/transfer/engine.rs:";
 
 #[test]
 fn a_page_unmapped_without_waiting_is_caught() {
-    is_caught(Mutation::UnmapWithoutWait, [COPY, "src/pager/claim.rs:"]);
+    is_caught(Mutation::UnmapWithoutWait, [KERNEL, "src/pager/claim.rs:"]);
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! How a pager and a model on it are set up. Values only.
 
-#![deny(unsafe_code)]
+#![expect(unsafe_code, reason = "maps files for whoever promised to leave them alone")]
 
 use std::time::Duration;
 
 use super::mutations::Mutated;
 use super::plan::RingSize;
-use crate::weights::Dtype;
+use crate::weights::{Dtype, MappedFile, TensorIndex, WeightFile, WeightsError};
 
 /// How a card's pager is set up. Every field has a default that suits a runner with one card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,10 +25,19 @@ pub struct PagerOptions {
     pub readers: usize,
     /// Streams that copies run on.
     pub copy_streams: usize,
-    /// Bytes of one read and one copy, in whole pages.
+    /// Bytes of one read and one copy at most, in whole pages.
     pub chunk_bytes: u64,
+    /// How far reads may be ahead of copies: bytes that were read into staging memory, or are being read,
+    /// and that are not on their way to the card yet. What a fault asks for is read in any case, in turn; 0
+    /// reads nothing ahead of a fault or of prefetch.
+    pub read_ahead_bytes: u64,
+    /// How far copies may be ahead of the runner: bytes in the ring that no guard has had yet; `None` fills
+    /// the ring.
+    pub copy_ahead_bytes: Option<u64>,
     /// Loads that prefetch may have under way at once; 0 turns prefetch off.
     pub prefetch_loads: usize,
+    /// Where copies take their bytes from.
+    pub source: WeightSource,
     #[cfg(test)]
     pub(crate) mutated: Mutated,
 }
@@ -54,11 +63,58 @@ impl Default for PagerOptions {
             ring: RingSize::default(),
             readers: 2,
             copy_streams: 1,
-            chunk_bytes: 4 << 20,
+            chunk_bytes: 8 << 20,
+            read_ahead_bytes: 32 << 20,
+            copy_ahead_bytes: None,
             prefetch_loads: 8,
+            source: WeightSource::read(),
             #[cfg(test)]
             mutated: Mutated::default(),
         }
+    }
+}
+
+/// Where the bytes that cross the link come from.
+///
+/// By default they are read, with `pread`, into page-locked memory and copied from there. A file that shrinks
+/// is then an error that names it, and the reads wait for the disk where no runner does. Copied straight out
+/// of a mapping of the file, bytes are touched once less; but a file that shrinks ends the process at the
+/// next touch, the memory is not page-locked, and whoever makes the copy waits for the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WeightSource {
+    mapped: bool,
+}
+
+impl WeightSource {
+    /// Files are read into page-locked memory: the default.
+    pub const fn read() -> Self {
+        Self { mapped: false }
+    }
+
+    /// Files are mapped, and copied from there; what a reader has to cast is read all the same.
+    ///
+    /// # Safety
+    /// While a model that was opened with it lives, nobody, in this process or another, writes to its files
+    /// or shortens them: the first changes bytes while a copy reads them, the second is a signal that ends
+    /// the process.
+    pub const unsafe fn mapped() -> Self {
+        Self { mapped: true }
+    }
+
+    /// Whether files are mapped.
+    pub const fn is_mapped(self) -> bool {
+        self.mapped
+    }
+
+    /// The mappings of a model's files, if they are to be mapped.
+    pub(super) fn map(self, index: &TensorIndex) -> Result<Option<Box<[MappedFile]>>, WeightsError> {
+        if !self.mapped {
+            return Ok(None);
+        }
+        // SAFETY: that nobody writes or shortens the files is the promise of whoever called `mapped`, and
+        // there is no other way to this line.
+        let map = |file: &WeightFile| unsafe { file.map() };
+        index.files().iter().map(map).collect::<Result<_, _>>().map(Some)
     }
 }
 

@@ -310,12 +310,15 @@ impl OrderLearner {
         }
     }
 
-    /// A pass begins here, whatever came before: the model was activated.
-    pub(crate) fn restart(&mut self) {
-        if !self.recorded.is_empty() {
+    /// A pass begins here, whatever came before: the model was activated. Answers whether anything was noted
+    /// since the last time.
+    pub(crate) fn restart(&mut self) -> bool {
+        let noted = !self.recorded.is_empty();
+        if noted {
             self.pass = self.pass.wrapping_add(1).max(2);
             self.recorded.clear();
         }
+        noted
     }
 
     /// Notes a fault that was not a hit. Hits of resident spans are not seen; what is seen must only be in

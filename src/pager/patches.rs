@@ -18,7 +18,9 @@ use super::core::Core;
 use super::error::PagerError;
 use super::model::PagedModel;
 use super::word::MAX_VERSION;
-use crate::device::{DeviceError, FloatType, KernelId, PoolAllocation, SharedDevice, Stream, patch_kernel};
+use crate::device::{
+    DeviceError, FencePool, FloatType, KernelId, PoolAllocation, SharedDevice, Stream, patch_kernel,
+};
 use crate::staging::{Arena, StagingBuffer};
 use crate::transfer::float_type;
 use crate::units::{DeviceRange, ModelTime};
@@ -273,6 +275,13 @@ pub(crate) fn copy_in<E: From<DeviceError>>(
         // allocation that the caller owns and nobody uses meanwhile.
         let copied = unsafe { device.copy_to_device(to, buffer.at(0), ModelTime::ZERO, stream.id()) };
         let waited = stream.synchronize();
+        if waited.as_ref().is_err_and(|error| !error.is_lost()) {
+            // Nobody knows whether the copy is done: the buffer waits for a fence, or is never used again.
+            match FencePool::new(device).record(stream) {
+                Ok(fence) => buffer.read_until(fence),
+                Err(_) => std::mem::forget(buffer),
+            }
+        }
         copied?;
         waited?;
         done += part.len() as u64;

@@ -32,11 +32,12 @@ pub(super) fn demanded(control: &mut Control, id: u32, pages: &[u32]) {
 pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     let mut run: Option<(u32, u32)> = None;
     let mut skipped = 0;
+    let mut room = load::room_ahead(core, control, id);
     // One call never fills more than the ring.
     for _ in 0..=control.frames.ring.len() + SKIPS as usize {
         let Some(model) = control.model(id) else { return };
         let streamed = model.streamed.len();
-        if streamed == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
+        if streamed == 0 || room == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
             break;
         }
         let Some((page, next)) = next_streamed(model) else { break };
@@ -53,6 +54,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
         if !claim_ahead(control, id, page) {
             break;
         }
+        room -= 1;
         if let Some(model) = control.model_mut(id) {
             model.cursor = next;
         }

@@ -7,30 +7,26 @@
 
 #![deny(unsafe_code)]
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::choose::choose;
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
+use super::forecast::compute_in_copies;
 use super::frames::{NONE, PageKey, Role};
 use super::mutations::Mutation;
 use super::order::{PassOrder, PlaceSet};
 use super::plain;
-use super::plan::{RingSize, choose, plan};
+use super::plan::{RingSize, plan};
 use super::ring;
 use crate::device::DeviceError;
-use crate::units::{GIB, Rate};
 
 /// How old a look at the device's memory may be while faults go on.
 pub(super) const BUDGET_AGE: Duration = Duration::from_millis(2);
-
-/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
-const ASSUMED_LINK: Rate = Rate(25_000_000_000);
-
-/// Frames that may come or go without a new choice, however small the card.
-const SMALL_CHANGE: u32 = 4;
 
 /// Whose frames may be taken for a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -58,18 +54,20 @@ pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) ->
     if pool.reserved > needed + core.page_bytes {
         core.device.pool_trim(needed)?;
     }
-    let figures = core.device.memory()?;
     control.budget_read_at = Some(now);
     core.looked_at.0.store(now.0.max(1), Ordering::Relaxed);
     control.frames.note_pool(core.device.pool_figures()?.reserved);
-    let ours = u64::from(control.frames.count()) * core.page_bytes;
-    let bytes = (figures.free + ours).saturating_sub(core.headroom());
-    control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);
-    let over = control.frames.count().saturating_sub(control.budget);
-    if over > 0 {
-        give_back(core, control, over)?;
+    loop {
+        let free = core.device.memory()?.free;
+        let ours = u64::from(control.frames.count()) * core.page_bytes;
+        let bytes = (free + ours).saturating_sub(core.headroom());
+        control.budget = u32::try_from(bytes / core.page_bytes).unwrap_or(u32::MAX - 1);
+        let over = control.frames.count().saturating_sub(control.budget);
+        // Where nothing at all is free others may have taken more than that tells: look again.
+        if over == 0 || give_back(core, control, over)? < over || free > 0 {
+            return Ok(true);
+        }
     }
-    Ok(true)
 }
 
 /// Looks at the device's memory now and then, and follows what it says: gives back what is over the budget,
@@ -167,27 +165,35 @@ fn create(core: &Core, control: &mut Control, role: Role) -> Result<Option<u32>,
     Ok(None)
 }
 
-/// Takes one resident page from the least important model (of a priority below `below`), the page least
-/// worth keeping that no guard holds. Its frame is idle then.
+/// Takes one resident page from the model that is needed again last (of a priority below `below`), the page
+/// least worth keeping that no guard holds. Its frame is idle then.
 fn evict_one(control: &mut Control, below: Option<u64>) -> Result<Option<PageKey>, PagerError> {
     let mut after = None;
     loop {
-        // The least important model with resident pages that was not tried yet.
+        let highest = control.models.iter().flatten().map(|model| model.priority).max();
+        // The model with resident pages that is needed again last and was not tried yet.
         let next = (0_u32..)
             .zip(&control.models)
-            .filter_map(|(id, model)| model.as_ref().map(|model| (model.priority, id, model.resident)))
-            .filter(|&(priority, _, resident)| {
-                resident > 0
-                    && below.is_none_or(|below| priority < below)
-                    && after.is_none_or(|after| priority > after)
+            .filter_map(|(id, model)| model.as_ref().map(|model| (id, model)))
+            .filter(|(_, model)| model.resident > 0 && below.is_none_or(|below| model.priority < below))
+            .map(|(id, model)| {
+                let turns = control.activations.turns_until(id);
+                (keeping(turns, model.priority, highest == Some(model.priority)), id)
             })
+            .filter(|&(worth, _)| after.is_none_or(|after| worth > after))
             .min();
-        let Some((priority, id, _)) = next else { return Ok(None) };
+        let Some((worth, id)) = next else { return Ok(None) };
         if let Some(page) = evict_from(control, id)? {
             return Ok(Some(PageKey { model: id, page }));
         }
-        after = Some(priority);
+        after = Some(worth);
     }
+}
+
+/// How much a model's pages are worth keeping, beside those of others: the active one's most, then by the
+/// turn in which it is expected again, the sooner the more; what nobody expects by how lately it was active.
+fn keeping(turns: Option<usize>, priority: u64, active: bool) -> (bool, Option<Reverse<usize>>, u64) {
+    (active, turns.map(Reverse), priority)
 }
 
 /// Takes the page least worth keeping from a model; `None` if guards hold all of them.
@@ -320,26 +326,29 @@ fn leave_old_slots(control: &mut Control, id: u32) {
     }
 }
 
-/// Makes the choice of ring and of units kept whole anew, if the frames changed by more than 2 % since.
+/// Takes the choice of ring and of pages kept first that is for about this many frames.
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
-    if model.chosen_frames.is_some_and(|chosen| chosen.abs_diff(frames) <= (chosen / 50).max(SMALL_CHANGE)) {
-        return;
-    }
-    model.chosen_frames = Some(frames);
     let layout = Arc::clone(&model.layout);
     let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-    let spans = model.order.spans().to_vec();
-    let order_with =
-        |whole: &[std::ops::Range<u32>]| PassOrder::new(spans.clone(), layout.page_count(), pages_of, whole);
-    // The compute of a pass in page copies, if the runner told it: one GiB is copied in `copy`.
-    let compute = model.compute_per_gib.map(|per_gib| {
-        let copy = core.device.info().link.unwrap_or(ASSUMED_LINK).duration(GIB);
-        f64::from(layout.page_count()) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
+    let choice = model.choices.for_about(frames, || {
+        let spans = model.order.spans();
+        let order_with = |first: &[std::ops::Range<u32>]| {
+            PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, first)
+        };
+        let span = |span: u32| {
+            let bytes = &layout.spans()[span as usize].bytes;
+            (pages_of(span), bytes.end - bytes.start)
+        };
+        let compute = model
+            .compute_per_gib
+            .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, core.device.info().link));
+        choose(order_with, &model.groups, span, frames, compute)
     });
-    let choice = choose(order_with, &model.groups, pages_of, frames, compute);
-    let other_order = choice.whole != model.choice.whole;
+    let Some(choice) = choice else { return };
+    let other_order = choice.first != model.choice.first;
     model.choice = choice;
     if other_order {
+        let spans = model.order.spans().to_vec();
         model.set_order(spans);
     }
 }
@@ -531,6 +540,7 @@ pub(super) fn unload_pages(
 /// frames. Nobody faults the model any more.
 pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceError> {
     control.captured.retain(|release| release.model != id);
+    control.activations.forget(id);
     if control.plain.is_some() {
         return plain::close_model(control, id);
     }
@@ -578,4 +588,24 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
         frames.make_idle(frame);
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_needed_again_last_is_worth_the_least() {
+        // By turns, priority, and whether it is active; least worth first.
+        let models = [
+            (None, 1, false),
+            (None, 7, false),
+            (Some(5), 2, false),
+            (Some(1), 6, false),
+            (Some(0), 3, false),
+            (None, 9, true),
+        ];
+        let worth = models.map(|(turns, priority, active)| keeping(turns, priority, active));
+        assert!(worth.is_sorted(), "{worth:?}");
+    }
 }

@@ -146,8 +146,9 @@ impl Verifier {
         Ok(Check { verifier: self, stream, sums, asked: Vec::new() })
     }
 
-    /// The checksum of some rows of a tensor in the file.
-    fn expected(&self, tensor: TensorId, rows: &std::ops::Range<u64>) -> Result<u64, PagerError> {
+    /// The checksum that some rows of a tensor should have on the card: read from the file, cast and patched on
+    /// the host. Computed once.
+    pub fn expected_sum(&self, tensor: TensorId, rows: &std::ops::Range<u64>) -> Result<u64, PagerError> {
         let key = (tensor.0, rows.start, rows.end - rows.start);
         if let Some(sum) = self.sums.lock().get(&key) {
             return Ok(*sum);
@@ -236,9 +237,14 @@ impl Check<'_> {
                 let device = &self.verifier.device;
                 let mut found = vec![0_u8; 8 * self.asked.len()];
                 if let Some(part) = sums.range().part(0, found.len() as u64).filter(|part| part.bytes > 0) {
-                    // SAFETY: the target lives past the wait below; the source is our allocation.
-                    unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id())? };
-                    self.stream.synchronize()?;
+                    // SAFETY: the target lives past the wait, or for ever if that fails; the source is our
+                    // allocation.
+                    let read = unsafe { device.copy_to_host(found.as_mut_ptr(), part, self.stream.id()) };
+                    if let Err(error) = read.and_then(|()| self.stream.synchronize()) {
+                        // The copy may still come.
+                        std::mem::forget(found);
+                        return Err(error.into());
+                    }
                 }
                 // SAFETY: our allocation, in the order of its stream.
                 unsafe { device.fill(sums.range(), 0, self.stream.id())? };
@@ -247,7 +253,7 @@ impl Check<'_> {
         };
         let mut mismatches = Vec::new();
         for ((tensor, rows), found) in self.asked.drain(..).zip(found) {
-            let expected = self.verifier.expected(tensor, &rows)?;
+            let expected = self.verifier.expected_sum(tensor, &rows)?;
             if found != expected {
                 let tensor = self.verifier.index.tensor_info(tensor).name.clone();
                 mismatches.push(Mismatch { tensor, first_row: rows.start, found, expected });
@@ -318,12 +324,16 @@ fn sum_on_host(device: &SharedDevice, stream: &Stream, range: DeviceRange) -> Re
     while at < range.bytes {
         let length = (range.bytes - at).min(size);
         let Some(part) = range.part(at, length) else { break };
-        let bytes = &mut bytes[..usize::try_from(length).unwrap_or(0)];
-        // SAFETY: the caller's guard holds the source; the target lives past the wait.
-        let read = unsafe { device.copy_to_host(bytes.as_mut_ptr(), part, stream.id()) };
-        stream.synchronize()?;
+        let target = &mut bytes[..usize::try_from(length).unwrap_or(0)];
+        // SAFETY: the caller's guard holds the source; the target lives past the wait, or for ever if that fails.
+        let read = unsafe { device.copy_to_host(target.as_mut_ptr(), part, stream.id()) };
+        if let Err(error) = stream.synchronize() {
+            // The copy may still come.
+            std::mem::forget(bytes);
+            return Err(error.into());
+        }
         read?;
-        sum = sum.wrapping_add(checksum(bytes, at / 8));
+        sum = sum.wrapping_add(checksum(target, at / 8));
         at += length;
     }
     Ok(sum)

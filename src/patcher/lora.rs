@@ -29,7 +29,9 @@ use std::path::{Path, PathBuf};
 use crate::device::FloatType;
 use crate::pager::{Factor, PagerError, TensorPatch};
 use crate::transfer::{cast_bytes, float_type};
-use crate::weights::{Dtype, TensorId, TensorIndex, WeightsError};
+use crate::weights::{
+    Dtype, TensorId, TensorIndex, WeightsError, dimensions, path, read_part, shown, zeroed,
+};
 
 /// What writers of LoRA files put before a module's path, and what models have before theirs.
 pub const PREFIXES: [&str; 8] = [
@@ -46,6 +48,9 @@ pub const PREFIXES: [&str; 8] = [
 /// Prefixes of keys whose dots are written as underscores.
 const FLAT_PREFIXES: [&str; 6] =
     ["lora_unet_", "lora_transformer_", "lora_te_", "lora_te1_", "lora_te2_", "lycoris_"];
+
+/// What host memory for a tensor of a LoRA is asked for as.
+const FACTOR: &str = "a LoRA's factor";
 
 /// Endings of tensors that change what the factors mean: a file with one is not applied by halves.
 const NOT_KNOWN: [&str; 6] = [
@@ -68,7 +73,10 @@ pub enum LoraError {
     #[error(transparent)]
     Pager(#[from] PagerError),
     /// A factor without its counterpart.
-    #[error("{}: `{tensor}` has no counterpart `{missing}`", .file.display())]
+    #[error(
+        "{}: `{tensor}` has no counterpart `{missing}`",
+        path(file), tensor = shown(tensor), missing = shown(missing)
+    )]
     HalfAPair {
         /// The file.
         file: PathBuf,
@@ -78,7 +86,10 @@ pub enum LoraError {
         missing: String,
     },
     /// Two pairs for one key, one in each naming habit.
-    #[error("{}: `{first}` and `{second}` are both the up factor of one key", .file.display())]
+    #[error(
+        "{}: `{first}` and `{second}` are both the up factor of one key",
+        path(file), first = shown(first), second = shown(second)
+    )]
     TwoPairs {
         /// The file.
         file: PathBuf,
@@ -89,8 +100,10 @@ pub enum LoraError {
     },
     /// The factors do not fit each other.
     #[error(
-        "{}: `{up}` {up_shape:?} and `{down}` {down_shape:?} do not multiply: the columns of the first are the \
-         rank, and so are the rows of the second", .file.display()
+        "{}: `{up}` {up_shape} and `{down}` {down_shape} do not multiply: the columns of the first are the \
+         rank, and so are the rows of the second",
+        path(file), up = shown(up), down = shown(down), up_shape = dimensions(up_shape),
+        down_shape = dimensions(down_shape)
     )]
     Rank {
         /// The file.
@@ -106,7 +119,9 @@ pub enum LoraError {
     },
     /// A factor does not fit the tensor that it patches.
     #[error(
-        "{}: `{factor}` {factor_shape:?} does not fit the model's `{tensor}` {tensor_shape:?}", .file.display()
+        "{}: `{factor}` {factor_shape} does not fit the model's `{tensor}` {tensor_shape}",
+        path(file), tensor = shown(tensor), factor = shown(factor),
+        factor_shape = dimensions(factor_shape), tensor_shape = dimensions(tensor_shape)
     )]
     Shape {
         /// The LoRA's file.
@@ -121,7 +136,7 @@ pub enum LoraError {
         tensor_shape: Box<[u64]>,
     },
     /// A tensor of a type that it cannot have here.
-    #[error("{}: `{tensor}` is of type {dtype}; {wanted}", .file.display())]
+    #[error("{}: `{tensor}` is of type {dtype}; {wanted}", path(file), tensor = shown(tensor))]
     Type {
         /// The file.
         file: PathBuf,
@@ -133,7 +148,7 @@ pub enum LoraError {
         wanted: &'static str,
     },
     /// An `alpha`, or a strength, that is no finite number of one element.
-    #[error("{}: {what} is {value}", .file.display())]
+    #[error("{}: {what} is {value}", path(file), what = shown(what), value = shown(value))]
     Number {
         /// The file.
         file: PathBuf,
@@ -143,7 +158,10 @@ pub enum LoraError {
         value: String,
     },
     /// A tensor that changes what the factors mean, in a way that is not known here.
-    #[error("{}: `{tensor}` is of a kind of LoRA that is not applied here", .file.display())]
+    #[error(
+        "{}: `{tensor}` is of a kind of LoRA that is not applied here",
+        path(file), tensor = shown(tensor)
+    )]
     NotKnown {
         /// The file.
         file: PathBuf,
@@ -151,7 +169,7 @@ pub enum LoraError {
         tensor: String,
     },
     /// There is no pair of factors in the file.
-    #[error("{}: no pair of factors among its {tensors} tensors; is it a LoRA?", .file.display())]
+    #[error("{}: no pair of factors among its {tensors} tensors; is it a LoRA?", path(file))]
     Empty {
         /// The file.
         file: PathBuf,
@@ -161,7 +179,7 @@ pub enum LoraError {
     /// No key of the file is a tensor of the model.
     #[error(
         "{}: none of its {keys} keys names a tensor of {}; the first is `{first}`",
-        .file.display(), .model.display()
+        path(file), path(model), first = shown(first)
     )]
     NothingMatches {
         /// The LoRA's file.
@@ -353,9 +371,7 @@ impl LoraFile {
     fn read(&self, id: TensorId) -> Result<Vec<u8>, LoraError> {
         let info = self.index.tensor_info(id);
         // The file has these bytes: its header was checked against its length.
-        let mut bytes = vec![0; usize::try_from(info.bytes).unwrap_or(usize::MAX)];
-        self.index.files()[info.file as usize].read_exact_at(info.offset, &mut bytes, &info.name)?;
-        Ok(bytes)
+        Ok(read_part(&self.index.files()[info.file as usize], info.offset, info.bytes, FACTOR, &info.name)?)
     }
 
     /// A factor as a matrix of type `to`.
@@ -373,8 +389,8 @@ impl LoraFile {
         let mut bytes = self.read(id)?;
         if from != dtype {
             let elements = bytes.len() as u64 / from.bytes();
-            let wide = usize::try_from(elements * dtype.bytes()).map_err(|_| refuse())?;
-            let mut cast = vec![0; wide];
+            let file = &self.index.files()[info.file as usize];
+            let mut cast = zeroed(file, FACTOR, elements.saturating_mul(dtype.bytes()))?;
             cast_bytes(info.dtype, &bytes, to, &mut cast).map_err(|_| refuse())?;
             bytes = cast;
         }
@@ -410,6 +426,10 @@ impl LoraFile {
             let dtype = self.common_type(pair);
             #[expect(clippy::cast_possible_truncation, reason = "the kernels take an f32")]
             let scale = (f64::from(strength) * pair.scale) as f32;
+            if !scale.is_finite() {
+                let what = format!("strength {strength} times the scale of `{}`", pair.key);
+                return Err(LoraError::Number { file: self.path(), what, value: scale.to_string() });
+            }
             out.patches.push(TensorPatch {
                 tensor,
                 up: self.factor(pair.up, dtype, [pair.rows, pair.rank])?,

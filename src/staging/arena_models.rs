@@ -23,14 +23,8 @@ struct Arena {
 
 impl Arena {
     fn new(slots: u32) -> Self {
-        let mut state = State {
-            limit_bytes: 0,
-            blocks: Vec::new(),
-            pending: Vec::new(),
-            used_slots: 0,
-            lock_refused: false,
-        };
-        state.add_block((), slots);
+        let mut state = State::new(0);
+        state.add_block((), 0, 0, slots);
         Self { state: Mutex::new(state), slots: (0..slots).map(|_| Bytes::new(0)).collect() }
     }
 

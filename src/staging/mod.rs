@@ -6,8 +6,11 @@
 //! `units`, `sync` and `device`.
 
 mod arena;
+mod blocks;
 pub mod budget;
+mod buffer;
 mod host;
 
-pub use arena::{Arena, ArenaFigures, ArenaOptions, StagingBuffer, StagingError};
+pub use arena::{Arena, ArenaFigures, ArenaOptions, StagingError};
+pub use buffer::StagingBuffer;
 pub use host::{HostError, HostFigures, LinuxHost};

@@ -44,7 +44,8 @@ pub fn cut_extents(layout: &PageLayout, run: Range<u64>, cut: u64) -> impl Itera
 }
 
 /// Reads `extents` from their files into `buffer`, at whose first byte model address `base` lies, each in
-/// the type that crosses the link. Answers the bytes read.
+/// the type that crosses the link. Extents that follow one another in the file and in the buffer are read
+/// at once. Answers the bytes read.
 ///
 /// # Errors
 /// As [`crate::weights::WeightFile::read_exact_at`], naming file, tensor and offset.
@@ -56,29 +57,79 @@ pub fn read_extents(
 ) -> Result<u64, WeightsError> {
     let mut read = 0;
     let mut narrow: Vec<u8> = Vec::new();
+    let mut joined = Joined::default();
     for extent in extents {
-        let name = &index.tensor_info(extent.tensor).name;
-        let Some(file) = index.files().get(extent.file as usize) else { continue };
-        let start = usize::try_from(extent.at - base).unwrap_or(usize::MAX);
-        let in_file = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
         if extent.from == extent.to || is_cast_on_card(&extent) {
-            let Some(place) = buffer.get_mut(start..start.saturating_add(in_file)) else { continue };
-            file.read_exact_at(extent.file_offset, place, name)?;
+            if !joined.takes(&extent) {
+                joined.read(index, base, buffer)?;
+            }
+            joined.add(extent);
         } else {
+            let Some(file) = index.files().get(extent.file as usize) else { continue };
+            let name = &index.tensor_info(extent.tensor).name;
+            let in_file = usize::try_from(extent.file_bytes).unwrap_or(usize::MAX);
             if narrow.len() < in_file {
                 let refuse = |source| WeightsError::NoMemory { file: file.path().to_owned(), source };
                 narrow = try_filled("a cast", in_file, 0).map_err(refuse)?;
             }
             let narrow = &mut narrow[..in_file];
             file.read_exact_at(extent.file_offset, narrow, name)?;
-            let on_card = usize::try_from(extent.device_bytes).unwrap_or(usize::MAX);
-            let Some(place) = buffer.get_mut(start..start.saturating_add(on_card)) else { continue };
+            let Some(place) = part(buffer, extent.at - base, extent.device_bytes) else { continue };
             cast_bytes(extent.from, narrow, extent.to, place)
                 .map_err(|why| WeightsError::Layout { why: format!("tensor `{name}`: {why}") })?;
         }
         read += extent.file_bytes;
     }
+    joined.read(index, base, buffer)?;
     Ok(read)
+}
+
+/// Extents that are read at once: each begins in file and buffer where the one before it ends.
+#[derive(Default)]
+struct Joined {
+    extents: [Option<Extent>; Joined::MOST],
+    len: usize,
+}
+
+impl Joined {
+    const MOST: usize = 32;
+
+    fn takes(&self, extent: &Extent) -> bool {
+        let Some(last) = self.len.checked_sub(1).and_then(|last| self.extents[last]) else { return true };
+        self.len < Self::MOST
+            && last.file == extent.file
+            && last.file_offset + last.file_bytes == extent.file_offset
+            && last.at + last.file_bytes == extent.at
+    }
+
+    fn add(&mut self, extent: Extent) {
+        self.extents[self.len] = Some(extent);
+        self.len += 1;
+    }
+
+    /// Reads what was added, and begins anew.
+    fn read(&mut self, index: &TensorIndex, base: u64, buffer: &mut [u8]) -> Result<(), WeightsError> {
+        let extents = &self.extents[..std::mem::take(&mut self.len)];
+        let (Some(Some(first)), Some(Some(last))) = (extents.first(), extents.last()) else { return Ok(()) };
+        let Some(file) = index.files().get(first.file as usize) else { return Ok(()) };
+        let bytes = last.at + last.file_bytes - first.at;
+        let Some(place) = part(buffer, first.at - base, bytes) else { return Ok(()) };
+        let whole = file.read_exact_at(first.file_offset, place, &index.tensor_info(first.tensor).name);
+        if whole.is_ok() || extents.len() == 1 {
+            return whole;
+        }
+        // One after the other, so that the error names the tensor that it is about.
+        for extent in extents.iter().flatten() {
+            let Some(place) = part(buffer, extent.at - base, extent.file_bytes) else { continue };
+            file.read_exact_at(extent.file_offset, place, &index.tensor_info(extent.tensor).name)?;
+        }
+        Ok(())
+    }
+}
+
+fn part(buffer: &mut [u8], start: u64, bytes: u64) -> Option<&mut [u8]> {
+    let start = usize::try_from(start).ok()?;
+    buffer.get_mut(start..start.checked_add(usize::try_from(bytes).ok()?)?)
 }
 
 /// Casts host bytes from one type to another.

@@ -51,6 +51,11 @@ impl CopyEngine {
         self.streams.len()
     }
 
+    /// Whether one copy always comes after those enqueued before it: they all run on one stream.
+    pub fn is_in_order(&self) -> bool {
+        self.streams.len() == 1
+    }
+
     /// Waits for all copies so far.
     pub fn drain(&self) -> Result<(), DeviceError> {
         self.streams.iter().try_for_each(|stream| stream.synchronize())
@@ -114,6 +119,21 @@ impl Batch<'_> {
         // buffer is one run of one block, so no copy crosses a block's end. The target is mapped and pinned
         // or claimed by the pager, which waits for this copy's fence before it unmaps or rewrites it.
         unsafe { self.engine.device.copy_to_device(to, buffer.at(offset), available, self.stream().id()) }
+    }
+
+    /// Enqueues a copy of `to.bytes` bytes from memory that is no staging buffer.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of `to.bytes` bytes until the fence of [`Self::finish`], does not cross the
+    /// end of a page-locked block, and nobody writes there meanwhile.
+    pub(crate) unsafe fn copy_from(
+        &self,
+        to: DeviceRange,
+        from: *const u8,
+        available: ModelTime,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: the source is the caller's promise, the target is as in `copy`.
+        unsafe { self.engine.device.copy_to_device(to, from, available, self.stream().id()) }
     }
 
     /// Enqueues a copy on a device that keeps no bytes: accounts and clock only.

@@ -1,13 +1,14 @@
 //! The readers: a few threads that fill staging buffers from files.
 //!
 //! A job owns its buffer while it runs and hands it on, with the result, in its own `complete`. The
-//! queue is a crossbeam channel and never blocks the submitter: depth is bounded by whoever owns the
-//! buffers. A job that panics completes with the panic's text, and the thread goes on.
+//! queue is a crossbeam channel whose places exist from the start, so that submitting allocates nothing;
+//! it never blocks the submitter: depth is bounded by whoever owns the buffers, see [`MAX_JOBS`]. A job
+//! that panics completes with the panic's text, and the thread goes on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread::JoinHandle;
 
-use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::channel::{Receiver, Sender, TrySendError, bounded};
 
 /// Something that a reader does: fill a buffer, and pass it on.
 pub trait ReadJob: Send + 'static {
@@ -17,6 +18,9 @@ pub trait ReadJob: Send + 'static {
     /// Passes buffer and result on; `panic` is the text of a panic in [`Self::read`].
     fn complete(self: Box<Self>, panic: Option<String>);
 }
+
+/// The most jobs that may wait for a reader; one more is completed at once, with that as its reason.
+pub const MAX_JOBS: usize = 1024;
 
 enum Message {
     Job(Box<dyn ReadJob>),
@@ -39,7 +43,7 @@ pub struct ReaderQueue {
 impl ReaderPool {
     /// Starts `threads` (at least one) readers.
     pub fn new(threads: usize) -> std::io::Result<Self> {
-        let (queue, jobs) = unbounded();
+        let (queue, jobs) = bounded(MAX_JOBS);
         let mut pool = Self { queue, threads: Vec::new() };
         for number in 0..threads.max(1) {
             let jobs: Receiver<Message> = jobs.clone();
@@ -57,13 +61,16 @@ impl ReaderPool {
 }
 
 impl ReaderQueue {
-    /// Gives a job to the next free reader. If the pool is gone, the job completes here, with that as its
-    /// reason.
+    /// Gives a job to the next free reader. If the pool is gone, or [`MAX_JOBS`] wait already, the job
+    /// completes here, with that as its reason.
     pub fn submit(&self, job: Box<dyn ReadJob>) {
-        if let Err(refused) = self.queue.send(Message::Job(job))
-            && let Message::Job(job) = refused.0
-        {
-            job.complete(Some("the reader threads are gone".to_owned()));
+        let (refused, why) = match self.queue.try_send(Message::Job(job)) {
+            Ok(()) => return,
+            Err(TrySendError::Full(refused)) => (refused, "too many reads wait already"),
+            Err(TrySendError::Disconnected(refused)) => (refused, "the reader threads are gone"),
+        };
+        if let Message::Job(job) = refused {
+            job.complete(Some(why.to_owned()));
         }
     }
 }

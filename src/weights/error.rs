@@ -5,9 +5,9 @@
 
 #![deny(unsafe_code)]
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::header::MAX_HEADER_BYTES;
 use crate::units::NoHostMemory;
@@ -40,7 +40,7 @@ impl std::error::Error for IoFailure {}
 #[non_exhaustive]
 pub enum WeightsError {
     /// The file cannot be opened.
-    #[error("cannot open {}: {why}", file.display())]
+    #[error("cannot open {}: {why}", path(file))]
     Open {
         /// The file.
         file: PathBuf,
@@ -49,7 +49,7 @@ pub enum WeightsError {
         why: IoFailure,
     },
     /// The path names something that is not a regular file.
-    #[error("{} is {kind}, not a regular file{advice}", file.display())]
+    #[error("{} is {kind}, not a regular file{advice}", path(file))]
     NotAFile {
         /// The path.
         file: PathBuf,
@@ -59,7 +59,7 @@ pub enum WeightsError {
         advice: String,
     },
     /// The file is not a valid safetensors file.
-    #[error("{}: {why}", file.display())]
+    #[error("{}: {why}", path(file))]
     Header {
         /// The file.
         file: PathBuf,
@@ -68,7 +68,10 @@ pub enum WeightsError {
         why: HeaderError,
     },
     /// A read failed.
-    #[error("{}: reading {bytes} bytes of `{tensor}` at offset {offset} failed: {why}", file.display())]
+    #[error(
+        "{}: reading {bytes} bytes of `{tensor}` at offset {offset} failed: {why}",
+        path(file), tensor = shown(tensor)
+    )]
     Read {
         /// The file.
         file: PathBuf,
@@ -86,7 +89,7 @@ pub enum WeightsError {
     #[error(
         "{}: truncated after it was opened, from {opened} to {now} bytes; `{tensor}` at offset {offset} \
          ({bytes} bytes) cannot be read",
-        file.display()
+        path(file), tensor = shown(tensor)
     )]
     Truncated {
         /// The file.
@@ -106,7 +109,7 @@ pub enum WeightsError {
     #[error(
         "{}: overwritten in place after it was opened ({changed} changed); `{tensor}` at offset {offset} \
          is no longer what the header was checked against: open the file again",
-        file.display()
+        path(file), tensor = shown(tensor)
     )]
     Overwritten {
         /// The file.
@@ -122,7 +125,7 @@ pub enum WeightsError {
     #[error(
         "{}: {how} after it was opened; `{tensor}` at offset {offset} was not taken from the old file: \
          open the path again",
-        file.display()
+        path(file), tensor = shown(tensor)
     )]
     Replaced {
         /// The path.
@@ -137,7 +140,7 @@ pub enum WeightsError {
     /// A read was asked for outside the file, as it was when opened.
     #[error(
         "{}: `{tensor}` at offset {offset} ({bytes} bytes) lies outside the file of {length} bytes",
-        file.display()
+        path(file), tensor = shown(tensor)
     )]
     OutsideFile {
         /// The file.
@@ -152,7 +155,7 @@ pub enum WeightsError {
         length: u64,
     },
     /// The file cannot be mapped, as on some network file systems.
-    #[error("{} cannot be mapped into memory: {why}; read it instead", file.display())]
+    #[error("{} cannot be mapped into memory: {why}; read it instead", path(file))]
     Map {
         /// The file.
         file: PathBuf,
@@ -161,7 +164,7 @@ pub enum WeightsError {
         why: IoFailure,
     },
     /// The index of a sharded model cannot be read.
-    #[error("{} is not an index of safetensors files: {why}", file.display())]
+    #[error("{} is not an index of safetensors files: {why}", path(file), why = shown(why))]
     BadIndex {
         /// The index.
         file: PathBuf,
@@ -169,7 +172,10 @@ pub enum WeightsError {
         why: String,
     },
     /// The index names a shard outside its own directory.
-    #[error("{}: the shard `{shard}` of tensor `{tensor}` lies outside the index's directory", index.display())]
+    #[error(
+        "{}: the shard `{shard}` of tensor `{tensor}` lies outside the index's directory",
+        path(index), tensor = shown(tensor), shard = shown(shard)
+    )]
     ShardOutside {
         /// The index.
         index: PathBuf,
@@ -179,7 +185,10 @@ pub enum WeightsError {
         tensor: String,
     },
     /// A shard that the index names cannot be opened.
-    #[error("{}: the shard `{shard}`, which holds `{tensor}` and {others} more tensors, is missing: {why}", index.display())]
+    #[error(
+        "{}: the shard `{shard}`, which holds `{tensor}` and {others} more tensors, is missing: {why}",
+        path(index), tensor = shown(tensor), shard = shown(shard)
+    )]
     MissingShard {
         /// The index.
         index: PathBuf,
@@ -194,7 +203,10 @@ pub enum WeightsError {
         why: IoFailure,
     },
     /// The index puts a tensor into a shard that does not hold it.
-    #[error("{}: the index puts tensor `{tensor}` into {}, which does not hold it", index.display(), shard.display())]
+    #[error(
+        "{}: the index puts tensor `{tensor}` into {}, which does not hold it",
+        path(index), path(shard), tensor = shown(tensor)
+    )]
     NotInShard {
         /// The index.
         index: PathBuf,
@@ -204,7 +216,10 @@ pub enum WeightsError {
         shard: PathBuf,
     },
     /// Two shards hold a tensor of the same name.
-    #[error("tensor `{tensor}` is in two shards, {} and {}", first.display(), second.display())]
+    #[error(
+        "tensor `{tensor}` is in two shards, {} and {}",
+        path(first), path(second), tensor = shown(tensor)
+    )]
     InTwoShards {
         /// The tensor.
         tensor: String,
@@ -214,7 +229,7 @@ pub enum WeightsError {
         second: PathBuf,
     },
     /// The host has no memory to read into.
-    #[error("{}: {source}", file.display())]
+    #[error("{}: {source}", path(file))]
     NoMemory {
         /// The file.
         file: PathBuf,
@@ -287,7 +302,7 @@ pub enum HeaderError {
         at: u64,
     },
     /// The header is not the JSON that the format asks for.
-    #[error("the header cannot be read{}: {why}", named(tensor.as_deref()))]
+    #[error("the header cannot be read{}: {why}", named(tensor.as_deref()), why = shown(why))]
     Json {
         /// The tensor whose entry is wrong, if it is one's.
         tensor: Option<String>,
@@ -295,7 +310,7 @@ pub enum HeaderError {
         why: String,
     },
     /// A tensor's entry has a field that the format does not know.
-    #[error("tensor `{tensor}` has an unknown field `{field}`")]
+    #[error("tensor `{tensor}` has an unknown field `{field}`", tensor = shown(tensor), field = shown(field))]
     UnknownField {
         /// The tensor.
         tensor: String,
@@ -303,13 +318,13 @@ pub enum HeaderError {
         field: String,
     },
     /// A tensor's entry is a JSON array; the format asks for an object.
-    #[error("tensor `{tensor}` is described by an array and not by an object")]
+    #[error("tensor `{tensor}` is described by an array and not by an object", tensor = shown(tensor))]
     EntryNotAnObject {
         /// The tensor.
         tensor: String,
     },
     /// A tensor's type is unknown.
-    #[error("tensor `{tensor}` has the unknown type `{dtype}`")]
+    #[error("tensor `{tensor}` has the unknown type `{dtype}`", tensor = shown(tensor), dtype = shown(dtype))]
     UnknownType {
         /// The tensor.
         tensor: String,
@@ -317,13 +332,13 @@ pub enum HeaderError {
         dtype: String,
     },
     /// Two tensors have the same name.
-    #[error("two tensors are named `{tensor}`")]
+    #[error("two tensors are named `{tensor}`", tensor = shown(tensor))]
     DuplicateTensor {
         /// The name.
         tensor: String,
     },
     /// A tensor ends before it begins.
-    #[error("tensor `{tensor}` ends at {end}, before it begins at {begin}")]
+    #[error("tensor `{tensor}` ends at {end}, before it begins at {begin}", tensor = shown(tensor))]
     EndBeforeBegin {
         /// The tensor.
         tensor: String,
@@ -334,7 +349,8 @@ pub enum HeaderError {
     },
     /// Bytes of the data belong to no tensor.
     #[error(
-        "tensor `{tensor}` begins at {begin}; the data before it ends at {expected}, which leaves a hole"
+        "tensor `{tensor}` begins at {begin}; the data before it ends at {expected}, which leaves a hole",
+        tensor = shown(tensor)
     )]
     Hole {
         /// The tensor after the hole.
@@ -345,7 +361,10 @@ pub enum HeaderError {
         expected: u64,
     },
     /// Two tensors share bytes.
-    #[error("tensor `{tensor}` begins at {begin}, inside `{other}`, which ends at {expected}")]
+    #[error(
+        "tensor `{tensor}` begins at {begin}, inside `{other}`, which ends at {expected}",
+        tensor = shown(tensor), other = shown(other)
+    )]
     Overlap {
         /// The tensor that begins too early.
         tensor: String,
@@ -357,7 +376,10 @@ pub enum HeaderError {
         expected: u64,
     },
     /// A tensor's size in bits exceeds 64 bits.
-    #[error("tensor `{tensor}` of type {dtype} and shape {shape:?} has a size beyond 64 bits")]
+    #[error(
+        "tensor `{tensor}` of type {dtype} and shape {shape} has a size beyond 64 bits",
+        tensor = shown(tensor), shape = dimensions(shape)
+    )]
     Overflow {
         /// The tensor.
         tensor: String,
@@ -367,7 +389,10 @@ pub enum HeaderError {
         shape: Vec<u64>,
     },
     /// A tensor does not fill whole bytes.
-    #[error("tensor `{tensor}` of type {dtype} and shape {shape:?} is not a whole number of bytes")]
+    #[error(
+        "tensor `{tensor}` of type {dtype} and shape {shape} is not a whole number of bytes",
+        tensor = shown(tensor), shape = dimensions(shape)
+    )]
     PartialByte {
         /// The tensor.
         tensor: String,
@@ -377,7 +402,10 @@ pub enum HeaderError {
         shape: Vec<u64>,
     },
     /// A tensor's type and shape do not give the size of its range.
-    #[error("tensor `{tensor}` of type {dtype} and shape {shape:?} has {wanted} bytes, its range {given}")]
+    #[error(
+        "tensor `{tensor}` of type {dtype} and shape {shape} has {wanted} bytes, its range {given}",
+        tensor = shown(tensor), shape = dimensions(shape)
+    )]
     SizeMismatch {
         /// The tensor.
         tensor: String,
@@ -401,5 +429,86 @@ pub enum HeaderError {
 }
 
 fn named(tensor: Option<&str>) -> String {
-    tensor.map(|name| format!(" at tensor `{name}`")).unwrap_or_default()
+    tensor.map(|name| format!(" at tensor `{}`", shown(name))).unwrap_or_default()
+}
+
+/// The most characters of a name, or of another's message, that stand in one of ours.
+const SHOWN_CHARS: usize = 200;
+
+/// The most characters of a path.
+const SHOWN_PATH_CHARS: usize = 2000;
+
+/// The most dimensions of a shape that stand in a message.
+const SHOWN_DIMENSIONS: usize = 8;
+
+/// Text out of a file as it may stand in a message: a hostile name is neither obeyed by a terminal nor
+/// megabytes long.
+pub(crate) fn shown(text: &str) -> String {
+    cut(text, SHOWN_CHARS)
+}
+
+/// A path, as [`shown`]: an index names shards.
+pub(crate) fn path(path: &Path) -> String {
+    cut(&path.to_string_lossy(), SHOWN_PATH_CHARS)
+}
+
+/// Both ends of `text` where it is longer than `most` characters: what a parser says ends with the place.
+fn cut(text: &str, most: usize) -> String {
+    let mut out = String::new();
+    let mut push = |part: &str| {
+        for c in part.chars() {
+            // Control characters, and those that turn the direction of what follows.
+            let turns =
+                matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+            if c.is_control() || turns { out.extend(c.escape_default()) } else { out.push(c) }
+        }
+    };
+    let tail = most / 4;
+    if text.len() <= most || text.char_indices().nth(most).is_none() {
+        push(text);
+        return out;
+    }
+    let head_end = text.char_indices().nth(most - tail).map_or(text.len(), |(at, _)| at);
+    let tail_start = text.char_indices().rev().nth(tail - 1).map_or(text.len(), |(at, _)| at);
+    push(&text[..head_end]);
+    push(" ... ");
+    push(&text[tail_start..]);
+    let _ = write!(out, " ({} bytes)", text.len());
+    out
+}
+
+/// A shape, of which the first dimensions are shown.
+pub(crate) fn dimensions(shape: &[u64]) -> String {
+    let more = shape.len().saturating_sub(SHOWN_DIMENSIONS);
+    let first = &shape[..shape.len() - more];
+    if more == 0 { format!("{first:?}") } else { format!("{first:?} and {more} more dimensions") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_short_and_harmless_whatever_the_name() {
+        assert_eq!(shown("blocks.0.größe"), "blocks.0.größe");
+        assert_eq!(shown("a\x1b[2Jb\u{202e}"), "a\\u{1b}[2Jb\\u{202e}");
+        let long = format!("head{}tail", "ä".repeat(1 << 20));
+        let text = shown(&long);
+        assert!(
+            text.starts_with("head") && text.contains("tail (2097160 bytes)") && text.len() < 500,
+            "{text}"
+        );
+        let error = HeaderError::SizeMismatch {
+            tensor: long,
+            dtype: "F32",
+            shape: vec![1; 1 << 20],
+            wanted: 4,
+            given: 5,
+        };
+        assert!(error.to_string().len() < 800, "{error}");
+        assert!(
+            error.to_string().contains("[1, 1, 1, 1, 1, 1, 1, 1] and 1048568 more dimensions"),
+            "{error}"
+        );
+    }
 }

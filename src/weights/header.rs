@@ -24,6 +24,9 @@ use super::error::HeaderError;
 /// The longest header that any reader accepts, in bytes (the reference implementation's limit).
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// How many of a file's first bytes are looked at before its header is read.
+pub(crate) const FIRST_BYTES: usize = 64;
+
 /// The bytes before the header: its length, little-endian.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
@@ -58,8 +61,11 @@ pub struct HeaderTensor {
 /// make for better hints.
 ///
 /// # Errors
-/// [`HeaderError::TooShort`], [`HeaderError::TooLarge`], [`HeaderError::OutsideFile`].
+/// [`HeaderError::TooShort`], [`HeaderError::TooLarge`], [`HeaderError::OutsideFile`],
+/// [`HeaderError::Empty`]; and what is wrong with the header's own first byte, if it is among `first`.
 pub fn header_length(first: &[u8], file_bytes: u64) -> Result<u64, HeaderError> {
+    // What is told from the first bytes does not depend on how many the caller has.
+    let first = &first[..first.len().min(FIRST_BYTES)];
     let Some(length) = first.first_chunk::<8>().filter(|_| file_bytes >= LENGTH_BYTES) else {
         return Err(HeaderError::TooShort { length: file_bytes.min(first.len() as u64) });
     };
@@ -73,7 +79,20 @@ pub fn header_length(first: &[u8], file_bytes: u64) -> Result<u64, HeaderError> 
     if header == 0 {
         return Err(HeaderError::Empty { hint: likely_kind(first) });
     }
+    // Before a header of up to the limit is read for nothing.
+    begins_an_object(first.get(8..).unwrap_or_default(), true)?;
     Ok(header)
+}
+
+/// Holds a header to its first byte; with `maybe_missing` the byte may not have been read yet.
+fn begins_an_object(json: &[u8], maybe_missing: bool) -> Result<(), HeaderError> {
+    match json.first() {
+        None if maybe_missing => Ok(()),
+        None => Err(HeaderError::Empty { hint: "" }),
+        Some(b'{') => Ok(()),
+        Some(b' ' | b'\t' | b'\n' | b'\r') => Err(HeaderError::LeadingSpace),
+        Some(&byte) => Err(HeaderError::NotAnObject { byte, hint: likely_kind(json) }),
+    }
 }
 
 /// Reads the header of a file of `file_bytes` bytes; `json` are the bytes after the length.
@@ -81,12 +100,7 @@ pub fn header_length(first: &[u8], file_bytes: u64) -> Result<u64, HeaderError> 
 /// # Errors
 /// Every other [`HeaderError`].
 pub fn parse_header(json: &[u8], file_bytes: u64) -> Result<Header, HeaderError> {
-    match json.first() {
-        None => return Err(HeaderError::Empty { hint: "" }),
-        Some(b'{') => {}
-        Some(b' ' | b'\t' | b'\n' | b'\r') => return Err(HeaderError::LeadingSpace),
-        Some(&byte) => return Err(HeaderError::NotAnObject { byte, hint: likely_kind(json) }),
-    }
+    begins_an_object(json, false)?;
     let text =
         std::str::from_utf8(json).map_err(|error| HeaderError::NotUtf8 { at: error.valid_up_to() as u64 })?;
     let raw = parse_json(text)?;

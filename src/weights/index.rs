@@ -15,7 +15,7 @@ use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor}
 use super::dtype::Dtype;
 use super::error::{HeaderError, WeightsError};
 use super::file::WeightFile;
-use super::header::{LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
+use super::header::{FIRST_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, header_length, parse_header};
 use super::unit::{shortest_ancestors, unit_name};
 use crate::units::try_filled;
 
@@ -67,6 +67,15 @@ pub struct UnitInfo {
     pub name: String,
     /// Its tensors, in file order; never empty.
     pub tensors: Vec<TensorId>,
+}
+
+/// A shard, as an index describes it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Shard {
+    /// Its file, relative to the index's directory and inside it by its spelling.
+    pub path: PathBuf,
+    /// The tensors that the index puts there, in name order; never empty.
+    pub tensors: Vec<String>,
 }
 
 /// Every tensor of a model, and the open files that hold them.
@@ -217,21 +226,36 @@ fn read_header(file: &WeightFile) -> Result<super::header::Header, WeightsError>
     let refuse = |why: HeaderError| WeightsError::Header { file: file.path().to_owned(), why };
     let first = first_bytes(file)?;
     let length = header_length(&first, file.len()).map_err(refuse)?;
-    // At most MAX_HEADER_BYTES, and inside the file: safe to allocate.
-    let mut json = zeroed(file, SUBJECT, length)?;
-    file.read_exact_at(LENGTH_BYTES, &mut json, SUBJECT)?;
+    // At most MAX_HEADER_BYTES, and inside the file: may be allocated.
+    let json = read_part(file, LENGTH_BYTES, length, SUBJECT, SUBJECT)?;
     parse_header(&json, file.len()).map_err(refuse)
 }
 
+/// A part of a file that its caller has found to lie in it, in memory that is asked for as `what`.
+///
+/// # Errors
+/// [`WeightsError::NoMemory`] where there is none for it, and those of [`WeightFile::read_exact_at`].
+pub(crate) fn read_part(
+    file: &WeightFile,
+    offset: u64,
+    length: u64,
+    what: &'static str,
+    tensor: &str,
+) -> Result<Vec<u8>, WeightsError> {
+    let mut bytes = zeroed(file, what, length)?;
+    file.read_exact_at(offset, &mut bytes, tensor)?;
+    Ok(bytes)
+}
+
 /// Room for so many bytes of a file.
-fn zeroed(file: &WeightFile, what: &'static str, bytes: u64) -> Result<Vec<u8>, WeightsError> {
+pub(crate) fn zeroed(file: &WeightFile, what: &'static str, bytes: u64) -> Result<Vec<u8>, WeightsError> {
     try_filled(what, usize::try_from(bytes).unwrap_or(usize::MAX), 0)
         .map_err(|source| WeightsError::NoMemory { file: file.path().to_owned(), source })
 }
 
 /// The first bytes of a file: enough for the header's length and for telling what else it may be.
 fn first_bytes(file: &WeightFile) -> Result<Vec<u8>, WeightsError> {
-    let mut first = vec![0; usize::try_from(file.len().min(64)).unwrap_or(64)];
+    let mut first = vec![0; usize::try_from(file.len()).unwrap_or(usize::MAX).min(FIRST_BYTES)];
     file.read_exact_at(0, &mut first, "the header")?;
     Ok(first)
 }
@@ -300,28 +324,19 @@ fn open_shards(index: &WeightFile) -> Result<TensorIndex, WeightsError> {
     if index.len() > MAX_HEADER_BYTES {
         return Err(bad(format!("it has {} bytes, at most {MAX_HEADER_BYTES} are allowed", index.len())));
     }
-    let mut json = zeroed(index, "the index", index.len())?;
-    index.read_exact_at(0, &mut json, "the index")?;
-    let map = parse_index(&json).map_err(bad)?;
+    let json = read_part(index, 0, index.len(), "the index", "the index")?;
+    let shards = parse_shards(&json, index.path())?;
+    drop(json);
     let directory = index.path().parent().unwrap_or(Path::new(""));
-
-    // Which tensors are to be in which shard; every path is checked before the first is opened.
-    let mut shards: BTreeMap<PathBuf, Vec<(String, String)>> = BTreeMap::new();
-    for (tensor, shard) in map {
-        let Some(path) = inside(&shard) else {
-            return Err(WeightsError::ShardOutside { index: index.path().to_owned(), shard, tensor });
-        };
-        shards.entry(path).or_default().push((tensor, shard));
-    }
     let mut files = Vec::with_capacity(shards.len());
-    for (path, mapped) in &shards {
-        files.push(WeightFile::open(directory.join(path)).map_err(|error| match error {
+    for shard in &shards {
+        files.push(WeightFile::open(directory.join(&shard.path)).map_err(|error| match error {
             WeightsError::Open { why, .. } if why.kind == std::io::ErrorKind::NotFound => {
                 WeightsError::MissingShard {
                     index: index.path().to_owned(),
-                    shard: mapped[0].1.clone(),
-                    tensor: mapped[0].0.clone(),
-                    others: mapped.len() as u64 - 1,
+                    shard: shard.path.display().to_string(),
+                    tensor: shard.tensors.first().cloned().unwrap_or_default(),
+                    others: (shard.tensors.len() as u64).saturating_sub(1),
                     why,
                 }
             }
@@ -330,19 +345,37 @@ fn open_shards(index: &WeightFile) -> Result<TensorIndex, WeightsError> {
     }
     let mut opened = TensorIndex::from_files(files)?;
     opened.is_sharded = true;
-    for (number, (path, mapped)) in shards.iter().enumerate() {
-        for (tensor, _) in mapped {
+    for (number, shard) in shards.iter().enumerate() {
+        for tensor in &shard.tensors {
             let holder = opened.tensor(tensor).map(|id| opened.tensor_info(id).file as usize);
             if holder != Some(number) {
                 return Err(WeightsError::NotInShard {
                     index: index.path().to_owned(),
                     tensor: tensor.clone(),
-                    shard: directory.join(path),
+                    shard: directory.join(&shard.path),
                 });
             }
         }
     }
     Ok(opened)
+}
+
+/// Reads the JSON of the index at `index` (for errors): which tensors are to be in which shard, in the
+/// order of the shards' paths. Opens nothing.
+///
+/// # Errors
+/// [`WeightsError::BadIndex`] for what is no index, [`WeightsError::ShardOutside`] for a shard that is not
+/// inside the index's directory.
+pub fn parse_shards(json: &[u8], index: &Path) -> Result<Vec<Shard>, WeightsError> {
+    let bad = |why: String| WeightsError::BadIndex { file: index.to_owned(), why };
+    let mut shards: BTreeMap<PathBuf, Vec<String>> = BTreeMap::new();
+    for (tensor, shard) in parse_index(json).map_err(bad)? {
+        let Some(path) = inside(&shard) else {
+            return Err(WeightsError::ShardOutside { index: index.to_owned(), shard, tensor });
+        };
+        shards.entry(path).or_default().push(tensor);
+    }
+    Ok(shards.into_iter().map(|(path, tensors)| Shard { path, tensors }).collect())
 }
 
 /// The shard's path if it stays inside the index's directory. Links are followed when it is opened, as

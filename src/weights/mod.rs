@@ -32,9 +32,11 @@ mod unit;
 
 pub use dtype::Dtype;
 pub use error::{HeaderError, IoFailure, WeightsError};
+pub(crate) use error::{dimensions, path, shown};
 pub use file::{FileIdentity, FileSource, MappedFile, WeightFile};
 pub use header::{Header, HeaderTensor, MAX_HEADER_BYTES, header_length, parse_header, validate};
-pub use index::{TensorId, TensorIndex, TensorInfo, UnitId, UnitInfo};
+pub use index::{Shard, TensorId, TensorIndex, TensorInfo, UnitId, UnitInfo, parse_shards};
+pub(crate) use index::{read_part, zeroed};
 pub use layout::{
     Extent, Extents, LayoutOptions, PageLayout, Span, TENSOR_ALIGNMENT, TensorPart, TensorPlace, UnitLayout,
 };

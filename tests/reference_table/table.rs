@@ -122,8 +122,10 @@ impl Table {
         if needed.len() as u64 > self.budget(used) && !needed.is_subset(&held) {
             return Expected::NeverFits;
         }
+        // Factors come from the activation pool, which gets no ring frame below one that is held.
         let all = needed.union(&held).count() as u64 + factors;
-        if all <= budget && !self.old_version_is_held(model, unit) {
+        if all <= budget && (factors == 0 || self.guards.is_empty()) && !self.old_version_is_held(model, unit)
+        {
             return Expected::Guard;
         }
         Expected::GuardOrHeld

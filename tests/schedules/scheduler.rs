@@ -4,8 +4,10 @@
 //! a stream is given may be held back too; then letting its next piece go is a choice like any other. A
 //! choice is made only when every thread of the process sleeps: those at seams, and those that wait for a
 //! lock, a signal or the card. So a thread that is stopped while it holds a lock stops nobody but those who
-//! want that lock, and the order of events follows from the seed, as far as the seams go.
+//! want that lock, and the order of events follows from the seed as far as the seams go: of two threads
+//! that want a lock at once between seams, the system picks one.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -52,6 +54,8 @@ struct Actor {
 struct State {
     on: bool,
     seed: u64,
+    /// One seam in so many stops a thread.
+    every: u64,
     /// By name, so that choices are in one order whichever thread came first.
     actors: BTreeMap<String, Actor>,
     names: HashMap<ThreadId, String>,
@@ -70,7 +74,8 @@ pub struct Scheduler {
 impl Scheduler {
     /// A scheduler that stops nobody yet. The calling thread is the driver: it is never stopped.
     pub fn new(seed: u64) -> Arc<Self> {
-        let state = State { seed: mix(seed), driver: Some(std::thread::current().id()), ..State::default() };
+        let driver = Some(std::thread::current().id());
+        let state = State { seed: mix(seed), every: 1 + seed % 3, driver, ..State::default() };
         Arc::new(Self { state: Mutex::new(state) })
     }
 
@@ -81,7 +86,8 @@ impl Scheduler {
         state.runners_left = runners;
     }
 
-    /// A place where the calling thread may be stopped. One seam in three does; a runner's `step` always.
+    /// A place where the calling thread may be stopped. As the seed says, every seam does, one in two or one
+    /// in three; a runner's `step` always.
     pub fn seam(&self, at: &'static str) {
         let mut state = self.state.lock();
         let me = std::thread::current();
@@ -98,11 +104,11 @@ impl Scheduler {
                 name
             }
         };
-        let seed = state.seed;
+        let (seed, every) = (state.seed, state.every);
         let Some(actor) = state.actors.get_mut(&name) else { return };
         actor.seams += 1;
         let salt = name.bytes().fold(seed, |salt, byte| mix(salt ^ u64::from(byte)));
-        if at != "step" && mix(salt ^ actor.seams) % 3 != 0 {
+        if at != "step" && !mix(salt ^ actor.seams).is_multiple_of(every) {
             return;
         }
         actor.parked = Some(at);
@@ -126,7 +132,7 @@ impl Scheduler {
         let state = self.state.lock();
         let me = std::thread::current().id();
         let Some(actor) = state.names.get(&me).and_then(|name| state.actors.get(name)) else { return false };
-        state.on && mix(state.seed ^ mix(actor.seams) ^ 0x401D) % 2 == 0
+        state.on && mix(state.seed ^ mix(actor.seams) ^ 0x401D).is_multiple_of(2)
     }
 
     /// A stream is held back until this is chosen.
@@ -159,7 +165,7 @@ impl Scheduler {
                 let since = *idle_since.get_or_insert_with(Instant::now);
                 if since.elapsed() > HANGS_AFTER {
                     let trace = state.trace.clone();
-                    self.let_go(state);
+                    Self::let_go(state);
                     return Err(format!("hangs; the last choices: {:#?}", trace.last));
                 }
                 drop(state);
@@ -201,12 +207,12 @@ impl Scheduler {
         }
         let state = self.state.lock();
         let trace = state.trace.clone();
-        self.let_go(state);
+        Self::let_go(state);
         Ok(trace)
     }
 
     /// Stops nobody any more.
-    fn let_go(&self, mut state: parking_lot::MutexGuard<'_, State>) {
+    fn let_go(mut state: parking_lot::MutexGuard<'_, State>) {
         state.on = false;
         for actor in state.actors.values() {
             actor.goes.notify_one();
@@ -249,9 +255,9 @@ impl Threads {
             if Some(id) == own {
                 continue;
             }
-            if !self.stat.contains_key(&id) {
+            if let Entry::Vacant(entry) = self.stat.entry(id) {
                 let Ok(file) = File::open(format!("/proc/self/task/{id}/stat")) else { continue };
-                self.stat.insert(id, file);
+                entry.insert(file);
             }
             let mut text = [0; 256];
             let Some(Ok(length)) = self.stat.get(&id).map(|file| file.read_at(&mut text, 0)) else {

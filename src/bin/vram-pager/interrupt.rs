@@ -26,14 +26,19 @@ pub(crate) fn install() -> Result<(), Failure> {
     let handler = || {
         INTERRUPTED.store(true, Ordering::Relaxed);
         std::thread::sleep(PATIENCE);
-        // Held until the end, so that no new file is named meanwhile.
-        let scratch = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner);
-        for path in scratch.iter() {
-            let _ = fs::remove_file(path);
-        }
-        std::process::exit(130);
+        leave(130);
     };
     ctrlc::set_handler(handler).map_err(|error| Failure::Failed(format!("cannot listen for Ctrl-C: {error}")))
+}
+
+/// Ends the process now, without the files of [`Scratch`].
+pub(crate) fn leave(code: i32) -> ! {
+    // Held until the end, so that no new file is named meanwhile.
+    let scratch = SCRATCH.lock().unwrap_or_else(PoisonError::into_inner);
+    for path in scratch.iter() {
+        let _ = fs::remove_file(path);
+    }
+    std::process::exit(code);
 }
 
 /// An error once the user has pressed Ctrl-C.

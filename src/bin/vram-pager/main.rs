@@ -11,8 +11,10 @@ mod inspect;
 mod interrupt;
 mod layouts;
 mod output;
+mod plan;
 mod replay;
 mod run;
+mod stress;
 mod synth;
 mod worker;
 
@@ -41,10 +43,12 @@ struct Cli {
 enum Command {
     Demo(run::DemoArgs),
     Run(run::Args),
+    Plan(plan::Args),
     Inspect(inspect::Args),
     Devices(devices::Args),
     Synth(synth::Args),
     Replay(replay::ReplayArgs),
+    Stress(stress::Args),
     #[command(hide = true)]
     Worker(worker::Args),
 }
@@ -55,10 +59,12 @@ fn main() -> ExitCode {
     let result = interrupt::install().and_then(|()| match &cli.command {
         Command::Demo(args) => run::demo(args, cli.json),
         Command::Run(args) => run::run(args, cli.json),
+        Command::Plan(args) => plan::run(args, cli.json),
         Command::Devices(args) => devices::run(args, cli.json),
         Command::Inspect(args) => inspect::run(args, cli.json),
         Command::Synth(args) => synth::run(args, cli.json),
         Command::Worker(args) => worker::run(args),
+        Command::Stress(args) => stress::run(args, cli.json),
         Command::Replay(args) => replay::run(args).map_err(Failure::from),
     });
     match result {

@@ -56,6 +56,7 @@ impl From<WeightsError> for Failure {
             | WeightsError::Truncated { .. }
             | WeightsError::Overwritten { .. }
             | WeightsError::Replaced { .. }
+            | WeightsError::NoMemory { .. }
             | WeightsError::Map { .. } => Self::Failed(text),
             _ => Self::BadInput(text),
         }

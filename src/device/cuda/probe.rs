@@ -248,8 +248,12 @@ pub(super) fn virtual_memory(driver: &Driver, device: sys::CUdevice) -> Result<u
     // SAFETY: the pointer is valid; the size is a multiple of the granularity.
     unsafe { driver.mem_address_reserve(&raw mut base, 2 * granule, granule, 0, 0)? };
     let outcome = try_frame(driver, device, base, granule);
-    // SAFETY: the range was reserved above and `try_frame` left nothing mapped in it.
-    let freed = insist(|| unsafe { driver.mem_address_free(base, 2 * granule) });
+    let freed = match outcome {
+        // What stays mapped keeps its addresses: freeing them would be misuse.
+        Err(Refusal { call: "cuMemUnmap", .. }) => Ok(()),
+        // SAFETY: the range was reserved above and `try_frame` left nothing mapped in it.
+        _ => insist(|| unsafe { driver.mem_address_free(base, 2 * granule) }),
+    };
     match outcome {
         Err(Refusal { code: OUT_OF_MEMORY, .. }) => {
             let name = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;

@@ -1,7 +1,7 @@
 //! The calls that need no stream: ranges, frames, mappings, page locks.
 //!
 //! Thin: checks and books are `memory`'s. Takes the memory lock; to name an operation in the way it lets
-//! go of it and takes the control lock. May import `card`, `memory`, `fault`.
+//! go of it and takes the control lock, and to ask the watch it takes the control lock first. May import `card`, `memory`, `fault`.
 
 #![expect(unsafe_code, reason = "the traits' calls are unsafe to make; here they only check numbers")]
 

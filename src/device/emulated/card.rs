@@ -17,6 +17,7 @@ use parking_lot::{Mutex, RwLock};
 use super::backing::{Backing, MappingBudget};
 use super::clock::{CallCosts, Engine, Engines, HostClock};
 use super::fault::{CallKind, Fault, FaultError, Faults};
+use super::journal::Journal;
 use super::memory::Memory;
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
 use super::usage::Refusal;
@@ -198,6 +199,8 @@ pub(super) struct Control {
     closing: Vec<(Arc<StreamQueue>, JoinHandle<()>)>,
     next_stream: u64,
     pub(super) next_event: u64,
+    /// What was done when, while somebody wants to know.
+    pub(super) journal: Option<Journal>,
     holds: Vec<Weak<HoldState>>,
     /// What the host was told is done, where memory in use is watched.
     pub(super) told: Option<Seen>,
@@ -395,6 +398,16 @@ impl EmulatedDevice {
     /// What the card was opened with.
     pub fn options(&self) -> &EmulatedOptions {
         &self.options
+    }
+
+    /// Records what is done when, from now on, up to `most` operations; zero turns that off.
+    pub fn record_operations(&self, most: usize) {
+        self.control.lock().journal = (most > 0).then(|| Journal::new(most));
+    }
+
+    /// What was recorded since [`Self::record_operations`] or the last call of this; empty if that is off.
+    pub fn take_operations(&self) -> Journal {
+        self.control.lock().journal.as_mut().map(Journal::take).unwrap_or_default()
     }
 
     // Test hooks.

@@ -18,6 +18,7 @@
 //! | `pool` | the activation pool's blocks |
 //! | `clock` | modelled times |
 //! | `fault` | failures and delays on demand |
+//! | `journal` | a record of operations and their times, on demand |
 //!
 //! Lock order, outermost first: control (streams, events, engines), memory, a stream's queue. A host wait
 //! holds none. May import `units` and what `device` itself offers.
@@ -27,6 +28,7 @@ mod calls;
 mod card;
 mod clock;
 mod fault;
+mod journal;
 mod memory;
 mod pool;
 mod stream;
@@ -37,4 +39,5 @@ mod work;
 pub use card::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedDevice, EmulatedOptions};
 pub use clock::CallCosts;
 pub use fault::{CallKind, Fault, FaultError};
+pub use journal::{Journal, Operation, OperationKind};
 pub use stream::Hold;

@@ -63,7 +63,7 @@ impl FreeBlock {
 #[derive(Debug)]
 pub(super) struct Taken {
     pub(super) range: DeviceRange,
-    /// Points of other streams that the taking stream has to wait for.
+    /// Points of other streams that the taking stream comes after; those that are not complete it has to wait for.
     pub(super) waits: Vec<Point>,
     /// The modelled time of the latest of them that the taker's clock has not reached.
     pub(super) until: ModelTime,
@@ -123,7 +123,6 @@ impl Pool {
         self.figures.used += bytes;
         block.points.retain(|point| point.stream.id() != stream);
         let until = block.points.iter().map(|point| point.time).max().unwrap_or(ModelTime::ZERO);
-        block.points.retain(|point| !point.is_complete());
         Some(Taken { range: DeviceRange::new(start, bytes), waits: block.points, until })
     }
 

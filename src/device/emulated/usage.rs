@@ -235,9 +235,6 @@ impl Memory {
         let mut notes = Vec::new();
         for (place, range) in ranges[..len].iter().enumerate().filter(|(_, range)| range.bytes > 0) {
             let Some((start, reserved, first, end)) = self.locate(*range) else { continue };
-            if reserved.pool {
-                continue;
-            }
             for (index, page) in (first..end).zip(&reserved.pages[first..end]) {
                 let at = DeviceAddress(start).offset(index as u64 * self.page_bytes);
                 let (from, to) = within(*range, at, self.page_bytes);

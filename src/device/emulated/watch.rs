@@ -7,8 +7,7 @@
 //! told that all notes on it are done. So a missing wait is found whenever the code runs, not only when a
 //! thread happens to be slow.
 //!
-//! It under-reports in one place: what any thread of the host was told counts as known to all of them.
-//! Activation pool memory is not watched. With [`History::keep_sites`] each note keeps the calls that led to
+//! It under-reports in one place: what any thread of the host was told counts as known to all of them. With [`History::keep_sites`] each note keeps the calls that led to
 //! it, so that both sides can be named.
 //!
 //! Pure books behind the device's memory lock. May import `units` and the errors.
@@ -202,18 +201,18 @@ impl History {
         add(&mut self.host, new, before);
     }
 
-    /// The use of a page through its address `at` that the host was not told the end of, if there is one.
+    /// The newest use of a page through its address `at` that the host was not told the end of, if there is one.
     /// Otherwise the uses through it are forgotten.
     pub(super) fn leave(&mut self, page: PageKey, at: u64, before: &Before<'_>) -> Option<Note> {
         let notes = self.pages.get_mut(&page)?;
         notes.retain(|note| !before.host_knows(note));
-        notes.iter().find(|note| note.at == at).cloned()
+        notes.iter().rev().find(|note| note.at == at).cloned()
     }
 
-    /// The use of the host's memory `from .. to` that the host was not told the end of, if there is one.
+    /// The newest use of the host's memory `from .. to` that the host was not told the end of, if there is one.
     pub(super) fn leave_host(&mut self, from: u64, to: u64, before: &Before<'_>) -> Option<Note> {
         self.host.retain(|note| !before.host_knows(note));
-        self.host.iter().find(|note| note.overlaps(from, to)).cloned()
+        self.host.iter().rev().find(|note| note.overlaps(from, to)).cloned()
     }
 
     /// A frame is gone.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::card::{Control, EmulatedDevice};
 use super::clock::Engine;
 use super::fault::CallKind;
+use super::journal::{Operation, OperationKind, before};
 use super::pool::rounded;
 use super::stream::{Point, Work};
 use super::usage::HostSpan;
@@ -50,9 +51,15 @@ impl EmulatedDevice {
         control.stream(call, stream)?;
         self.shared.memory.lock().begin(&mut work)?;
         self.check_order(&control, stream, &work)?;
-        let earliest = self.clock.advance(cost.call).max(cost.available);
+        let noted = control.journal.is_some().then(|| work.clone());
+        let issued = self.clock.advance(cost.call);
+        let earliest = issued.max(cost.available);
         let entry = control.schedule(call, stream, cost.engine, earliest, cost.duration)?;
+        let end = entry.end;
         entry.queue.push(work);
+        if let (Some(journal), Some(work)) = (&mut control.journal, noted) {
+            journal.note_copy(&work, stream, issued, end, cost.duration);
+        }
         Ok(())
     }
 
@@ -118,7 +125,9 @@ impl EmulatedDevice {
         entry.end = entry.end.max(taken.until);
         for point in taken.waits {
             entry.follow(&point);
-            entry.queue.push(Work::Wait(point));
+            if !point.is_complete() {
+                entry.queue.push(Work::Wait(point));
+            }
         }
         Ok(taken.range)
     }
@@ -179,7 +188,17 @@ impl Streams for EmulatedDevice {
         let point = Self::event_point(&control, "stream_wait", event)?;
         let cost = self.options.costs.stream_wait;
         let time = point.as_ref().map_or(ModelTime::ZERO, |point| point.time);
-        self.mark(&mut control, cost, stream, "stream_wait", time)?;
+        let stood_at = control.streams.get(&stream.0).filter(|_| control.journal.is_some());
+        let stood_at = stood_at.map_or(ModelTime::ZERO, |entry| entry.end);
+        let end = self.mark(&mut control, cost, stream, "stream_wait", time)?.time;
+        if let Some(journal) = &mut control.journal {
+            let (kind, range, issued) = (OperationKind::Wait, DeviceRange::default(), self.clock.now());
+            let start = issued.max(stood_at);
+            if start < end {
+                let stream = Some(stream);
+                journal.note(Operation { kind, stream, issued, start, end, range, bytes: 0 });
+            }
+        }
         if let Some(point) = point
             && point.stream.id() != stream
         {
@@ -425,7 +444,13 @@ impl Clock for EmulatedDevice {
     unsafe fn charge_compute(&self, stream: StreamId, duration: Duration) -> Result<(), DeviceError> {
         self.enter(CallKind::ChargeCompute, 0)?;
         let mut control = self.control.lock();
-        control.schedule("charge_compute", stream, Engine::Compute, self.clock.now(), duration)?;
+        let issued = self.clock.now();
+        let end = control.schedule("charge_compute", stream, Engine::Compute, issued, duration)?.end;
+        if let Some(journal) = &mut control.journal {
+            let (kind, range) = (OperationKind::Compute, DeviceRange::default());
+            let (stream, start) = (Some(stream), before(end, duration));
+            journal.note(Operation { kind, stream, issued, start, end, range, bytes: 0 });
+        }
         Ok(())
     }
 
@@ -434,10 +459,18 @@ impl Clock for EmulatedDevice {
     }
 
     fn schedule_read(&self, bytes: u64) -> ModelTime {
-        let now = self.clock.now();
-        match self.options.disk {
-            Some(disk) => self.control.lock().engines.schedule_read(now, disk.duration(bytes)),
-            None => now,
+        let issued = self.clock.now();
+        let duration = self.options.disk.map_or(Duration::ZERO, |disk| disk.duration(bytes));
+        let mut control = self.control.lock();
+        let end = match self.options.disk {
+            Some(_) => control.engines.schedule_read(issued, duration),
+            None => issued,
+        };
+        if let Some(journal) = &mut control.journal {
+            let (kind, range) = (OperationKind::Read, DeviceRange::default());
+            let start = before(end, duration);
+            journal.note(Operation { kind, stream: None, issued, start, end, range, bytes });
         }
+        end
     }
 }

@@ -199,6 +199,12 @@ fn refusal(core: &Core, control: &Control, id: u32, span: u32, need: u64) -> Pag
         let holders = control.holders(core, id);
         return PagerError::NeverFits { model: name, what, device, need, limit, holders };
     }
+    if control.under_way <= 1 && !control.is_anything_pinned((id, span)) {
+        // Nobody has a guard to wait for: the card has the bytes by its figures and gives none in one piece.
+        let figures = core.device.memory().unwrap_or_default();
+        let (requested, free, total) = (need, figures.free, figures.total);
+        return DeviceError::OutOfMemory { device, call: "pool_allocate", requested, free, total }.into();
+    }
     PagerError::Held { model: name, what, device, need, held: control.held_names(Some((id, span))) }
 }
 

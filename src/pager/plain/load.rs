@@ -17,7 +17,7 @@ use super::blocks::obtain;
 use super::origin_of;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::pager::attach::old_version_held;
-use crate::pager::convert::{self, CopyTarget};
+use crate::pager::convert::{self, CopySource, CopyTarget};
 use crate::pager::core::{CachedRun, Control};
 use crate::pager::error::PagerError;
 use crate::pager::frames::{NONE, PageKey, Role};
@@ -260,7 +260,7 @@ fn copy(
         .map(|(_, fence)| fence)
         .chain(&block.info.arrive)
         .try_for_each(|fence| batch.wait(fence));
-    let source = source.map(|buffer| (buffer, run.start));
+    let source = source.map_or(CopySource::None, |buffer| CopySource::Staged(buffer, run.start));
     let enqueued = waited.and_then(|()| convert::copy_run(&batch, &target, run.clone(), source, available));
     // Also after an error: what was enqueued still reads the buffer and writes the block.
     let fence = batch.finish()?;

@@ -37,7 +37,7 @@ use plan::WholePlan;
 use super::frames::{FrameInfo, NONE, Role};
 use crate::device::{DeviceError, PoolAllocation, SharedDevice, Stream, StreamPriority};
 use crate::units::DeviceAddress;
-use crate::weights::{PageLayout, TENSOR_ALIGNMENT};
+use crate::weights::{PageLayout, Span, TENSOR_ALIGNMENT};
 
 /// Blocks are multiples of this, as a driver's pool rounds them.
 const BLOCK_ALIGNMENT: u64 = 512;
@@ -133,10 +133,9 @@ impl PlainModel {
     pub(super) fn new(layout: &PageLayout, chunk_bytes: u64) -> Self {
         let mut next = 0_u32;
         let mut first_chunk = Vec::with_capacity(layout.spans().len());
-        let mut sizes = Vec::with_capacity(layout.spans().len());
+        let sizes: Vec<u64> = layout.spans().iter().map(block_bytes).collect();
         for span in layout.spans() {
             let bytes = (span.bytes.end - origin_of(span.bytes.start)).max(1);
-            sizes.push(bytes.checked_next_multiple_of(BLOCK_ALIGNMENT).unwrap_or(bytes));
             first_chunk.push(next);
             next = next.saturating_add(u32::try_from(bytes.div_ceil(chunk_bytes)).unwrap_or(u32::MAX));
         }
@@ -164,6 +163,18 @@ impl PlainModel {
     pub(super) fn slot_bytes(&self) -> u64 {
         self.plan.slot_bytes
     }
+}
+
+/// Bytes of a span's block.
+pub(super) fn block_bytes(span: &Span) -> u64 {
+    let bytes = (span.bytes.end - origin_of(span.bytes.start)).max(1);
+    bytes.checked_next_multiple_of(BLOCK_ALIGNMENT).unwrap_or(bytes)
+}
+
+/// The plan for a model that has `budget` bytes to itself. Pure.
+pub(super) fn plan_alone(layout: &PageLayout, budget: u64) -> WholePlan {
+    let sizes: Vec<u64> = layout.spans().iter().map(block_bytes).collect();
+    plan::plan(&sizes, |_| true, budget)
 }
 
 /// The model address that lies at a span's block's first byte: tensors keep their alignment.

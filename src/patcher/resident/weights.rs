@@ -14,8 +14,8 @@ use super::choose::{Candidate, Largest, Room, ranked, to_load, to_unload};
 use super::error::ResidentError;
 use super::guard::ModuleGuard;
 use super::memory::CardMemory;
-use crate::device::{DeviceError, Fence, PoolAllocation, SharedDevice, Stream};
-use crate::pager::{CopyTarget, DevicePatches, PatchSet, copy_in, copy_run, patch_run};
+use crate::device::{DeviceError, Fence, PoolAllocation, SharedDevice, Stream, without_panics};
+use crate::pager::{CopySource, CopyTarget, DevicePatches, PatchSet, copy_in, copy_run, patch_run};
 use crate::patcher::{LoadBudget, ModelUuid};
 use crate::staging::{Arena, ArenaOptions, StagingBuffer, budget};
 use crate::transfer::{CopyEngine, is_cast_on_card, read_extents};
@@ -148,6 +148,7 @@ impl Weights {
         index: Arc<TensorIndex>,
         options: &ResidentOptions,
     ) -> Result<Self, ResidentError> {
+        let device = &without_panics(device);
         let layout = PageLayout::new(
             &index,
             &LayoutOptions { compute: options.compute, ..LayoutOptions::new(4 * KIB) },
@@ -448,7 +449,9 @@ impl Weights {
                 };
                 let batch = state.engine.begin();
                 let enqueued = waits.iter().try_for_each(|fence| batch.wait(fence)).and_then(|()| {
-                    let source = buffer.as_deref().map(|buffer| (buffer, part.start));
+                    let source = buffer
+                        .as_deref()
+                        .map_or(CopySource::None, |buffer| CopySource::Staged(buffer, part.start));
                     copy_run(&batch, &target, part.clone(), source, available)
                 });
                 // Also after an error: what was enqueued still reads the buffer.

@@ -1,0 +1,8 @@
+//! libFuzzer on the target `lora`.
+#![no_main]
+
+#[path = "../targets.rs"]
+#[allow(dead_code, reason = "each program runs one of the targets")]
+mod targets;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::lora(data, &mut |parse| parse()));

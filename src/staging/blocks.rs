@@ -1,0 +1,234 @@
+//! The lists behind an arena: its blocks, their free slots, and the runs that copies still read.
+//!
+//! Plain values behind the arena's one lock. Only asks fences, never waits for one. `M` is a block's memory
+//! and `F` what says that a copy is done: those of a device, but for the models of the hand-over.
+
+#![deny(unsafe_code)]
+
+use crate::device::{DeviceError, Fence, HostBlock};
+
+/// What the arena's lock protects.
+pub(super) struct State<M = HostBlock, F = Fence> {
+    pub(super) limit_bytes: u64,
+    pub(super) blocks: Vec<Option<Block<M>>>,
+    pub(super) pending: Vec<Pending<F>>,
+    pub(super) used_slots: u64,
+    /// Page-locking failed before: no more of it is tried until the limit is set anew.
+    pub(super) lock_refused: bool,
+    /// The arena goes away.
+    pub(super) stop: bool,
+    /// Lists of fences that buffers gave back, kept for their memory.
+    pub(super) spare: Vec<Vec<F>>,
+}
+
+pub(super) struct Block<M = HostBlock> {
+    /// `None` while it is being page-locked.
+    pub(super) memory: Option<M>,
+    /// The address of the first byte, which stays while the memory is away.
+    pub(super) start: usize,
+    pub(super) bytes: u64,
+    pub(super) slots: u32,
+    /// One bit a slot: set while it is free.
+    free: Vec<u64>,
+    pub(super) free_slots: u32,
+}
+
+/// Slots that belong together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Run {
+    pub(super) block: u32,
+    pub(super) slot: u32,
+    pub(super) slots: u32,
+}
+
+/// A run that was given back while a copy read it. Other fences of the same run stand before it, without
+/// slots.
+pub(super) struct Pending<F = Fence> {
+    pub(super) run: Run,
+    pub(super) fence: F,
+}
+
+/// What says whether a copy is done.
+pub(super) trait CopyDone {
+    fn is_done(&self) -> Result<bool, DeviceError>;
+}
+
+impl CopyDone for Fence {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        Fence::is_done(self)
+    }
+}
+
+impl Block {
+    pub(super) fn is_page_locked(&self) -> bool {
+        self.memory.as_ref().is_some_and(HostBlock::is_page_locked)
+    }
+}
+
+impl State {
+    /// Takes the memory of a block that is to be page-locked next, with the block's place.
+    pub(super) fn take_unlocked(&mut self) -> Option<(usize, HostBlock)> {
+        if self.lock_refused {
+            return None;
+        }
+        self.blocks.iter_mut().enumerate().find_map(|(index, block)| {
+            let memory = &mut block.as_mut()?.memory;
+            memory.take_if(|memory| !memory.is_page_locked()).map(|memory| (index, memory))
+        })
+    }
+}
+
+impl<M, F: CopyDone> State<M, F> {
+    pub(super) fn new(limit_bytes: u64) -> Self {
+        Self {
+            limit_bytes,
+            blocks: Vec::new(),
+            pending: Vec::with_capacity(64),
+            used_slots: 0,
+            lock_refused: false,
+            stop: false,
+            spare: Vec::with_capacity(64),
+        }
+    }
+
+    pub(super) fn block(&self, index: u32) -> Option<&Block<M>> {
+        self.blocks.get(index as usize).and_then(Option::as_ref)
+    }
+
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.blocks.iter().flatten().map(|block| block.bytes).sum()
+    }
+
+    /// Whether a block is being page-locked now.
+    pub(super) fn is_locking(&self) -> bool {
+        self.blocks.iter().flatten().any(|block| block.memory.is_none())
+    }
+
+    /// Adds a block of `slots` free slots: `bytes` of memory that begins at `start`.
+    pub(super) fn add_block(&mut self, memory: M, start: usize, bytes: u64, slots: u32) {
+        let mut free = vec![u64::MAX; slots.div_ceil(64) as usize];
+        let tail = slots % 64;
+        if tail > 0
+            && let Some(last) = free.last_mut()
+        {
+            *last = (1 << tail) - 1;
+        }
+        let block = Block { memory: Some(memory), start, bytes, slots, free, free_slots: slots };
+        match self.blocks.iter_mut().find(|place| place.is_none()) {
+            Some(place) => *place = Some(block),
+            None => self.blocks.push(Some(block)),
+        }
+    }
+
+    /// Takes a run back that copies may still read: it is free once the last of them is done.
+    pub(super) fn give_back(&mut self, run: Run, copies: &mut Vec<F>) {
+        copies.retain(|fence| !fence.is_done().unwrap_or(false));
+        match copies.pop() {
+            // The newest copy is enough only if it is the only one; others wait in line behind it.
+            Some(fence) => {
+                for other in copies.drain(..) {
+                    self.pending.push(Pending { run: Run { slots: 0, ..run }, fence: other });
+                }
+                self.pending.push(Pending { run, fence });
+            }
+            None => self.release(run),
+        }
+    }
+
+    /// Frees the runs whose copies are done. Those of a run stand together, oldest first, so a run is freed
+    /// only after all of its fences.
+    pub(super) fn sweep(&mut self) -> Result<(), DeviceError> {
+        let mut index = 0;
+        let mut blocked: Option<(u32, u32)> = None;
+        while index < self.pending.len() {
+            let Pending { run, fence } = &self.pending[index];
+            let place = (run.block, run.slot);
+            if blocked == Some(place) || !fence.is_done()? {
+                blocked = Some(place);
+                index += 1;
+                continue;
+            }
+            let run = *run;
+            self.pending.remove(index);
+            if run.slots > 0 {
+                self.release(run);
+            }
+        }
+        Ok(())
+    }
+
+    fn release(&mut self, run: Run) {
+        self.used_slots -= u64::from(run.slots);
+        if let Some(block) = self.blocks.get_mut(run.block as usize).and_then(Option::as_mut) {
+            for slot in run.slot..run.slot + run.slots {
+                block.free[slot as usize / 64] |= 1 << (slot % 64);
+            }
+            block.free_slots += run.slots;
+        }
+    }
+
+    /// The first run of free slots, taken and counted as used.
+    pub(super) fn find(&mut self, slots: u32) -> Option<Run> {
+        for (index, block) in self.blocks.iter_mut().enumerate() {
+            let Some(block) = block else { continue };
+            if block.free_slots < slots {
+                continue;
+            }
+            if let Some(slot) = first_run(&block.free, block.slots, slots) {
+                for taken in slot..slot + slots {
+                    block.free[taken as usize / 64] &= !(1 << (taken % 64));
+                }
+                block.free_slots -= slots;
+                self.used_slots += u64::from(slots);
+                return Some(Run { block: u32::try_from(index).unwrap_or(u32::MAX), slot, slots });
+            }
+        }
+        None
+    }
+}
+
+/// The first of `wanted` set bits in a row among the first `len`.
+fn first_run(free: &[u64], len: u32, wanted: u32) -> Option<u32> {
+    let mut start = 0;
+    let mut run = 0;
+    let mut bit = 0;
+    while bit < len {
+        let word = free[bit as usize / 64];
+        if word == 0 && bit % 64 == 0 {
+            run = 0;
+            bit += 64;
+            continue;
+        }
+        if word >> (bit % 64) & 1 == 1 {
+            if run == 0 {
+                start = bit;
+            }
+            run += 1;
+            if run == wanted {
+                return Some(start);
+            }
+        } else {
+            run = 0;
+        }
+        bit += 1;
+    }
+    None
+}
+
+#[cfg(all(test, loom))]
+#[path = "arena_models.rs"]
+mod models;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_found_where_enough_slots_are_free_in_a_row() {
+        assert_eq!(first_run(&[0b0110_1110], 8, 3), Some(1));
+        assert_eq!(first_run(&[0b0110_1110], 8, 4), None);
+        assert_eq!(first_run(&[u64::MAX << 62, 0b11], 66, 4), Some(62));
+        assert_eq!(first_run(&[0, u64::MAX], 128, 64), Some(64));
+        assert_eq!(first_run(&[u64::MAX], 3, 4), None);
+    }
+}

@@ -1,0 +1,113 @@
+//! A run of staging memory: written by its holder, read by copies, given back after both.
+
+#![expect(unsafe_code, reason = "a buffer hands out its bytes of the registered block")]
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::arena::Arena;
+use super::blocks::Run;
+use crate::device::{DeviceError, Fence};
+
+/// A run of staging memory that its holder alone writes, and that copies read.
+pub struct StagingBuffer {
+    arena: Arc<Arena>,
+    run: Run,
+    start: *mut u8,
+    copies: Vec<Fence>,
+}
+
+impl StagingBuffer {
+    /// A run that the arena's lists hold as taken, whose first byte is `start`.
+    pub(super) fn new(arena: Arc<Arena>, run: Run, start: *mut u8, copies: Vec<Fence>) -> Self {
+        Self { arena, run, start, copies }
+    }
+}
+
+// SAFETY: the buffer owns its run of the block alone; moving it to another thread moves that ownership.
+unsafe impl Send for StagingBuffer {}
+// SAFETY: a shared buffer gives out only its address and shared bytes; writing needs `&mut`.
+unsafe impl Sync for StagingBuffer {}
+
+impl StagingBuffer {
+    /// The length in bytes.
+    pub fn len(&self) -> u64 {
+        u64::from(self.run.slots) * self.arena.slot_bytes()
+    }
+
+    /// Whether its memory is page-locked; it is not where the host refused that.
+    pub fn is_page_locked(&self) -> bool {
+        self.arena.is_page_locked(self.run)
+    }
+
+    /// Whether the buffer has no bytes; never so.
+    pub fn is_empty(&self) -> bool {
+        self.run.slots == 0
+    }
+
+    /// Cuts the buffer after its first `slots` slots; `None` where nothing would be left on one side.
+    pub fn split_off(&mut self, slots: u32) -> Option<Self> {
+        if slots == 0 || slots >= self.run.slots {
+            return None;
+        }
+        let rest = Run { slot: self.run.slot + slots, slots: self.run.slots - slots, ..self.run };
+        self.run.slots = slots;
+        let mut copies = self.arena.spare_list();
+        copies.extend(self.copies.iter().cloned());
+        Some(Self {
+            arena: Arc::clone(&self.arena),
+            run: rest,
+            start: self.start.wrapping_add(usize::try_from(self.len()).unwrap_or(usize::MAX)),
+            copies,
+        })
+    }
+
+    /// The bytes, for a reader to fill. No copy may be in flight: one reads the same memory.
+    ///
+    /// # Errors
+    /// The device fails while the copies in flight are waited for.
+    pub fn bytes_mut(&mut self) -> Result<&mut [u8], DeviceError> {
+        for copy in self.copies.drain(..) {
+            copy.wait()?;
+        }
+        self.arena.host_write(self.start, self.len())?;
+        let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
+        // SAFETY: the run belongs to this buffer alone until it is dropped, lies inside its block, which the
+        // arena keeps mapped, and no copy reads it (waited for above; a new one needs `&mut self`).
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.start, len) })
+    }
+
+    /// The bytes, to read on the host.
+    pub fn bytes(&self) -> &[u8] {
+        let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
+        // SAFETY: as in `bytes_mut`; writing needs `&mut self`, and copies only read.
+        unsafe { std::slice::from_raw_parts(self.start, len) }
+    }
+
+    /// The address of the byte at `offset`, to copy from. Waits while the block is being page-locked, which
+    /// takes as long as one piece: what a copy makes of memory that is half registered is not known.
+    pub(crate) fn at(&self, offset: u64) -> *const u8 {
+        self.arena.wait_until_locked(self.run);
+        self.start.wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX)).cast_const()
+    }
+
+    /// Notes that a copy reads the buffer until `fence`: it is not handed out again before.
+    pub(crate) fn read_until(&mut self, fence: Fence) {
+        if self.copies.len() >= 2 {
+            self.copies.retain(|copy| !copy.is_done().unwrap_or(false));
+        }
+        self.copies.push(fence);
+    }
+}
+
+impl fmt::Debug for StagingBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StagingBuffer").field("run", &self.run).finish_non_exhaustive()
+    }
+}
+
+impl Drop for StagingBuffer {
+    fn drop(&mut self) {
+        self.arena.give_back(self.run, std::mem::take(&mut self.copies));
+    }
+}

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# The long forms of the hard tests, one section a subject: what takes minutes, where `cargo test` has a short form.
+#
+#   tests/hard.sh [--short] [SECTION...]
+#
+#   stress      `vram-pager stress` over many seeds, on the emulated card and on cuda: over the driver stand-in
+#   long        10,000 switches of models and 1,000,000 faults, with flat memory, handles, threads and table
+#   all         every section; the default
+#
+# --short runs each section in the form that CI has: seconds, not minutes. The first section that fails ends it.
+# To add a section, write a function `section_NAME` and put NAME into `sections` and into the list above.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+sections=(stress long)
+
+short=0
+export CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}"
+
+fail() { echo "hard: $*" >&2; exit 1; }
+
+# The driver stand-in, built once and shared with the tests.
+standin() {
+    export VRAM_PAGER_STANDIN_DIR="${VRAM_PAGER_STANDIN_DIR:-$PWD/target/standin}"
+    [ -e "$VRAM_PAGER_STANDIN_DIR/libcuda.so.1" ] || .ci/cuda build "$VRAM_PAGER_STANDIN_DIR"
+}
+
+# One run of `vram-pager stress`; adds what it checked to `checked`. The figures go to standard output.
+stress_run() { # standin or emulated, seed, arguments...
+    local where="$1" seed="$2" report
+    shift 2
+    local -a settings=()
+    if [ "$where" = standin ]; then
+        # A card of 4 KiB pages, of which the run takes a part.
+        settings=("LD_LIBRARY_PATH=$VRAM_PAGER_STANDIN_DIR" VRAM_PAGER_STANDIN_PAGE=4KiB VRAM_PAGER_STANDIN_BYTES=128MiB
+            VRAM_PAGER_STANDIN_MISUSE=log)
+    fi
+    # What it says on the way is shown if it fails.
+    report="$(env RUST_LOG=error "${settings[@]}" target/debug/vram-pager stress --json --seed "$seed" "$@" 2>"$log")" || {
+        grep -v '^round ' "$log" >&2 || true
+        fail "stress $* with the seed $seed failed ($where)"
+    }
+    checked=$((checked + $(sed 's/.*"checked":\([0-9]*\).*/\1/' <<<"$report")))
+    echo "$report"
+}
+
+# Runs of a few seconds, the next seed each, on one card after the other, until so much was checked.
+stress_until() { # checked operations, seconds of each run, first seed
+    local wanted="$1" seconds="$2" seed="$3" at=$SECONDS
+    while [ "$checked" -le "$wanted" ]; do
+        stress_run emulated "$seed" --seconds "$seconds" --threads 4 --models 4
+        stress_run standin "$seed" --seconds "$seconds" --threads 4 --models 4 --device cuda:0
+        seed=$((seed + 1000))
+    done
+    echo "stress: $checked checked operations in $((SECONDS - at)) s, nothing wrong, nothing left"
+}
+
+section_stress() {
+    cargo build --quiet --bin vram-pager
+    standin
+    log="$(mktemp)"
+    trap 'rm -f "$log"' EXIT
+    checked=0
+    if [ "$short" = 1 ]; then
+        stress_until 1000000 10 1
+        return
+    fi
+    stress_until 5000000 60 1
+    local seed none=emulated:1MiB,page=4KiB,vmm=none
+    for seed in $(seq 1 20); do
+        # Each shape of a run that has found something, and those at the edges.
+        stress_run emulated "$seed" --operations 5000 --threads 1
+        stress_run emulated "$seed" --operations 2000 --threads 8 --oversubscription 8
+        stress_run emulated "$seed" --operations 2000 --threads 2 --models 1 --oversubscription 1
+        stress_run emulated "$seed" --operations 2000 --threads 4 --device "$none"
+        stress_run emulated "$seed" --operations 1000 --threads 4 --device emulated:4MiB,page=64KiB
+        stress_run standin "$seed" --operations 2000 --threads 8 --oversubscription 8 --device cuda:0
+        # Without virtual memory calls the unit of accounts is 2 MiB there.
+        VRAM_PAGER_STANDIN_VMM=0 stress_run standin "$seed" --operations 300 --threads 4 --device cuda:0,cap=64MiB
+        VRAM_PAGER_STANDIN_POOLS=0 stress_run standin "$seed" --operations 2000 --threads 4 --device cuda:0
+    done
+    echo "stress: $checked checked operations in all"
+}
+
+section_long() {
+    # The short form is a part of `cargo test`.
+    [ "$short" = 1 ] || export VRAM_PAGER_LONG=1
+    cargo test --quiet --test long_runs -- --nocapture
+}
+
+wanted=()
+for argument in "$@"; do
+    case "$argument" in
+    --short) short=1 ;;
+    all) wanted=("${sections[@]}") ;;
+    *)
+        declare -F "section_$argument" >/dev/null || fail "usage: tests/hard.sh [--short] [${sections[*]} all]..."
+        wanted+=("$argument")
+        ;;
+    esac
+done
+[ "${#wanted[@]}" -gt 0 ] || wanted=("${sections[@]}")
+
+began=$SECONDS
+for section in "${wanted[@]}"; do
+    at=$SECONDS
+    echo "=== $section"
+    "section_$section"
+    echo "=== $section: done in $((SECONDS - at)) s"
+done
+echo "=== all done in $((SECONDS - began)) s"

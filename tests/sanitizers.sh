@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# AddressSanitizer or ThreadSanitizer over the crate and its tests, on stable Rust.
+#
+#   tests/sanitizers.sh address|thread [--short|--long|--self-check]
+#
+# --short (the default) runs the tests of the pager that work with many threads, held guards, panics and
+# injected faults: the package in tests/sanitizers builds them with nothing that they do not use. --long
+# runs the whole suite of the root package, and the stress subcommand if this build has it. --self-check
+# only shows that the sanitizer works.
+#
+# Before anything else a planted use after free, or a planted race, has to be reported. Without that the
+# script fails: a sanitizer that reports nothing proves nothing.
+#
+# Miri is not used: it cannot run the memory mappings that the emulated card is made of. The modules
+# that are pure (weights::header, weights::index, pager::word, pager::plan, pager::order and their like begin with
+# `#![deny(unsafe_code)]`) have nothing for it to find.
+#
+# Settings: VRAM_PAGER_STRESS_SECONDS (60) for the stress of --long.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() { sed -n '2,/^set /p' "${BASH_SOURCE[0]}" | sed -e '$d' -e 's/^# \{0,1\}//'; exit 2; }
+fail() { echo "sanitizers: $*" >&2; exit 1; }
+
+sanitizer="${1:-}"
+form="${2:---short}"
+case "$sanitizer" in
+    address)
+        flags="-Zsanitizer=address"
+        fault=use-after-free report="AddressSanitizer: heap-use-after-free"
+        # Leaks are the tests' own business: they count what is left on the card and in the process.
+        export ASAN_OPTIONS="detect_leaks=0:abort_on_error=0:exitcode=99:detect_stack_use_after_return=1:${ASAN_OPTIONS:-}"
+        ;;
+    thread)
+        # The standard library as it is shipped is not instrumented; see the file for what that hides.
+        flags="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
+        fault=race report="ThreadSanitizer: data race"
+        export TSAN_OPTIONS="suppressions=$PWD/tests/sanitizers/thread.supp:exitcode=99:history_size=4:${TSAN_OPTIONS:-}"
+        ;;
+    *) usage ;;
+esac
+case "$form" in --short | --long | --self-check) ;; *) usage ;; esac
+
+target=x86_64-unknown-linux-gnu
+export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags ${SANITIZER_RUSTFLAGS:-}"
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-2}"
+build=(--target "$target" --target-dir "$PWD/target/sanitizer-$sanitizer")
+small=(--manifest-path tests/sanitizers/Cargo.toml "${build[@]}")
+
+# The sanitizer reports what is planted, and nothing else.
+planted="target/sanitizer-$sanitizer/planted"
+mkdir -p "${planted%/*}"
+# shellcheck disable=SC2086 # the flags are several words
+rustc --edition 2024 -g $RUSTFLAGS --target "$target" tests/sanitizers/planted.rs -o "$planted"
+"$planted" nothing >/dev/null 2>&1 || fail "a program without a fault fails under -Zsanitizer=$sanitizer"
+output="$("$planted" "$fault" 2>&1)" && fail "a planted $fault was not reported: this run would prove nothing"
+grep -qF "$report" <<<"$output" || fail "a planted $fault ended without '$report': $output"
+echo "sanitizers: a planted $fault is reported"
+if [[ $form == --self-check ]]; then exit 0; fi
+
+if [[ $form == --short ]]; then
+    cargo test --quiet --locked "${small[@]}" --no-fail-fast
+    echo "sanitizers: the short form found nothing under $sanitizer"
+    exit 0
+fi
+
+# What measures memory by the process, or starts children under limits, means nothing under a sanitizer:
+# its shadow is terabytes of address space.
+skip=(--skip large_allocations_that_are_refused --skip the_limit_of_locked_memory)
+cargo test --quiet --locked "${build[@]}" --no-fail-fast -- "${skip[@]}"
+pager="target/sanitizer-$sanitizer/$target/debug/vram-pager"
+if "$pager" stress --help >/dev/null 2>&1; then
+    for seed in 1 2; do
+        "$pager" stress --seconds "${VRAM_PAGER_STRESS_SECONDS:-60}" --threads 4 --models 4 --seed "$seed" --json
+    done
+else
+    echo "sanitizers: this build has no subcommand stress"
+fi
+echo "sanitizers: the long form found nothing under $sanitizer"

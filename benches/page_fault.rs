@@ -5,16 +5,20 @@
 //! - `miss`: the pager's own cost of bringing a model in, with frames that it has already.
 //! - `streamed`: a pass through twice the card in steady state.
 //!
+//! Each is run by 1, 2 and 4 threads; of misses and streamed faults the threads take the units of one pass
+//! between them, so that with several a fault may wait for what another thread holds.
+//!
 //! The card's calls do nothing, so nothing but the pager is timed. An
-//! element is a fault, so criterion prints faults and bytes a second; times are of one fault a thread.
+//! element is a fault, so criterion prints faults and bytes a second; times are of one fault a thread for
+//! hits, and of a whole pass for the others. Whether two threads meet is what `hit_cost` asks, in short rounds.
 //!
 //! `cargo bench --bench page_fault`.
 
 mod common;
 
 use std::hint::black_box;
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::Outcome;
@@ -22,7 +26,7 @@ use common::card::{Setup, pass};
 use common::models::{ModelFile, uniform};
 use common::null::NullDevice;
 use criterion::{BenchmarkId, Criterion, Throughput};
-use vram_pager::pager::{ModelOptions, PagerOptions};
+use vram_pager::pager::{ModelOptions, PagedModel, PagerOptions, PagerStream};
 use vram_pager::weights::UnitId;
 
 const KB: u64 = 1 << 10;
@@ -136,33 +140,58 @@ fn hits(criterion: &mut Criterion) -> Outcome {
     Ok(())
 }
 
+/// Faults and releases every unit once, by `count` threads that take them from one counter, each on a stream of
+/// its own. With several, a fault waits where others hold what it needs.
+fn crowd(count: usize, model: &PagedModel, streams: &[PagerStream]) -> Duration {
+    let units = model.index().units().len();
+    let next = AtomicUsize::new(0);
+    threads(count, 1, |thread, _| {
+        loop {
+            let unit = next.fetch_add(1, Ordering::Relaxed);
+            if unit >= units {
+                return;
+            }
+            let unit = UnitId(u32::try_from(unit).unwrap_or(u32::MAX));
+            let stream = &streams[thread];
+            let guard = if count == 1 {
+                model.fault(unit, stream)
+            } else {
+                model.fault_when_free(unit, stream, Instant::now() + Duration::from_secs(60))
+            };
+            match guard {
+                Ok(guard) => black_box(guard).release(),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    })
+}
+
 fn misses(criterion: &mut Criterion) -> Outcome {
     let mut group = criterion.benchmark_group("miss");
     for (name, bytes, units) in SIZES {
         let file = ModelFile::new(&uniform(units, bytes))?;
         let setup = Setup::on(&NullDevice::open(64 * GB, 2 * MB), &file, PagerOptions::default())?;
         pass(&setup.model, &setup.stream, &[])?;
-        let Setup { pager, model, stream, .. } = setup;
+        let Setup { pager, model, .. } = setup;
         // Its frames stay with the pager, idle.
         drop(model);
+        let streams = (0..4).map(|_| pager.stream()).collect::<Result<Vec<_>, _>>()?;
         group
             .throughput(Throughput::ElementsAndBytes { elements: units as u64, bytes: bytes * units as u64 });
-        group.bench_function(name, |bencher| {
-            bencher.iter_custom(|iterations| {
-                let mut sum = Duration::ZERO;
-                for _ in 0..iterations {
-                    let timed = || -> Outcome<Duration> {
-                        let model =
-                            pager.open_model(std::sync::Arc::clone(&file.index), &ModelOptions::default())?;
-                        let began = Instant::now();
-                        pass(&model, &stream, &[])?;
-                        Ok(began.elapsed())
-                    };
-                    sum += timed().unwrap_or_else(|error| panic!("{error}"));
-                }
-                sum
+        for count in THREADS {
+            group.bench_function(BenchmarkId::new(name, count), |bencher| {
+                bencher.iter_custom(|iterations| {
+                    let mut sum = Duration::ZERO;
+                    for _ in 0..iterations {
+                        match pager.open_model(Arc::clone(&file.index), &ModelOptions::default()) {
+                            Ok(model) => sum += crowd(count, &model, &streams),
+                            Err(error) => panic!("{error}"),
+                        }
+                    }
+                    sum
+                });
             });
-        });
+        }
     }
     group.finish();
     Ok(())
@@ -172,15 +201,23 @@ fn streamed(criterion: &mut Criterion) -> Outcome {
     let mut group = criterion.benchmark_group("streamed");
     for (name, bytes, units) in SIZES {
         let file = ModelFile::new(&uniform(units, bytes))?;
-        let setup = Setup::on(&NullDevice::open(file.bytes() / 2, 2 * MB), &file, PagerOptions::default())?;
-        for _ in 0..4 {
-            pass(&setup.model, &setup.stream, &[])?;
+        for count in THREADS {
+            let setup =
+                Setup::on(&NullDevice::open(file.bytes() / 2, 2 * MB), &file, PagerOptions::default())?;
+            let streams = (0..4).map(|_| setup.pager.stream()).collect::<Result<Vec<_>, _>>()?;
+            for _ in 0..4 {
+                crowd(count, &setup.model, &streams);
+            }
+            group.throughput(Throughput::ElementsAndBytes {
+                elements: units as u64,
+                bytes: bytes * units as u64,
+            });
+            group.bench_function(BenchmarkId::new(name, count), |bencher| {
+                bencher.iter_custom(|iterations| {
+                    (0..iterations).map(|_| crowd(count, &setup.model, &streams)).sum()
+                });
+            });
         }
-        group
-            .throughput(Throughput::ElementsAndBytes { elements: units as u64, bytes: bytes * units as u64 });
-        group.bench_function(name, |bencher| {
-            bencher.iter(|| pass(&setup.model, &setup.stream, &[]).unwrap_or_else(|error| panic!("{error}")));
-        });
     }
     group.finish();
     Ok(())

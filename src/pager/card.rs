@@ -19,13 +19,13 @@ use super::frames::Frames;
 use super::load::{self, Loads};
 use super::model::{Addresses, PagedModel};
 use super::options::{ModelOptions, PagerOptions};
-use super::order::{OrderLearner, PassOrder};
+use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
-use super::word::SpanWord;
+use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority, without_panics};
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
@@ -128,6 +128,7 @@ impl Pager {
             arena,
             readers: readers.queue(),
             headroom: AtomicU64::new(headroom),
+            looked_at: Padded::default(),
             control: Mutex::new(control),
             changed: Condvar::new(),
         };
@@ -176,7 +177,7 @@ impl Pager {
         drop(try_table::<u8>("a model's order", beside)?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
-        let words: Arc<[Padded<SpanWord>]> = layout.spans().iter().map(|_| Padded(SpanWord::new())).collect();
+        let words = Words::new(layout.spans().len());
         let hits = Arc::new(HitCounts::new());
         let (range, own) = if self.stable_addresses() {
             let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
@@ -214,7 +215,7 @@ impl Pager {
             name: name.clone(),
             index: Arc::clone(&index),
             layout: Arc::clone(&layout),
-            words: Arc::clone(&words),
+            words: words.clone(),
             range,
             plain: own,
             pages: table,
@@ -227,10 +228,10 @@ impl Pager {
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,
-            sequence: Vec::new(),
+            streamed: PlaceSet::default(),
             dealt_ring: u32::MAX,
             edits: 0,
-            cursor: 0,
+            cursor: PagePlace::default(),
             priority: control.next_priority,
             promoted: false,
             together: 1,
@@ -381,6 +382,7 @@ pub(super) fn allocate_on(
                 // The pool grows in whole pages, and may need one more than the bytes say.
                 let made = reclaim::make_room(core, &mut control, bytes.saturating_add(core.page_bytes))?;
                 control.budget_read_at = None;
+                core.looked_at.0.store(0, Ordering::Relaxed);
                 match PoolAllocation::new(stream, bytes) {
                     Ok(allocation) => {
                         reclaim::refresh_budget(core, &mut control, true)?;
@@ -396,6 +398,7 @@ pub(super) fn allocate_on(
             // The pool may have grown into what the pager meant to use.
             let mut control = core.control.lock();
             control.budget_read_at = None;
+            core.looked_at.0.store(0, Ordering::Relaxed);
             let pool = core.device.pool_figures()?;
             control.frames.note_pool(pool.reserved);
             control.pool_use.note(core.device.now(), pool.used);

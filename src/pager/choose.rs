@@ -206,7 +206,7 @@ struct ModelledPass {
 impl ModelledPass {
     fn new(order: &PassOrder, span: &impl Fn(u32) -> (Range<u32>, u64), plan: Plan) -> Self {
         let streams = |page: u32| order.rank(page) >= plan.resident;
-        let streamed = order.pages().iter().filter(|&&page| streams(page)).count();
+        let streamed = order.pages().filter(|&page| streams(page)).count();
         let streamed = u32::try_from(streamed).unwrap_or(u32::MAX);
         let slots: Vec<u32> =
             (0..streamed).map(|place| ring::slot(place, streamed, plan.ring).min(plan.ring)).collect();

@@ -114,6 +114,9 @@ fn release_claim(control: &mut Control, id: u32, page: u32) {
 
 /// Makes new mappings accessible, one call a run.
 pub(super) fn set_access(control: &mut Control, id: u32, mapped: &[u32]) -> Result<(), DeviceError> {
+    if mapped.is_empty() {
+        return Ok(());
+    }
     let mut pages = mapped.to_vec();
     pages.sort_unstable();
     let Some(model) = control.model_mut(id) else { return Ok(()) };
@@ -153,6 +156,7 @@ fn place(
     };
     if frame != NONE
         && let Some(model) = control.model_mut(id)
+        && !model.inaccessible.is_empty()
         && model.inaccessible.remove(&page)
     {
         // Mapped by a claim that failed: it has no bytes yet, and no access.
@@ -229,7 +233,7 @@ pub(super) fn take(control: &mut Control, frame: u32) -> bool {
 pub(super) fn is_spare(control: &Control, frame: u32) -> bool {
     let info = control.frames.info(frame);
     let laps = 2 * control.frames.ring.len() as u64;
-    info.consumed || info.content.is_none() || control.page_loads - info.loaded_at > laps
+    info.consumed || info.content.is_none() || control.page_loads - info.uses.loaded_at() > laps
 }
 
 /// Another frame for a streamed page whose own is held: one of the ring that was used already, any other

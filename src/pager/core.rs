@@ -24,13 +24,15 @@ use super::frames::{Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
-use super::order::{OrderLearner, PassOrder};
+use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::patches::{DevicePatches, PatchSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
+use super::reclaim;
 use super::streams::StreamTable;
-use super::word::{self, SpanWord};
+use super::word;
+use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
@@ -50,6 +52,9 @@ pub(super) struct Core {
     pub(super) readers: ReaderQueue,
     /// Bytes left free, device wide. Read live.
     pub(super) headroom: AtomicU64,
+    /// When the device's memory was last looked at, as its clock says; zero for never. On cache lines of its
+    /// own: hits read it without the lock, and the lock's word changes all the time.
+    pub(super) looked_at: Padded<AtomicU64>,
     pub(super) control: Mutex<Control>,
     /// Signalled when a load ends and when a streamed span is released.
     pub(super) changed: Condvar,
@@ -114,12 +119,10 @@ pub(super) struct Page {
     pub(super) frame: u32,
     /// Its ring slot, or [`NONE`] for a page that stays.
     pub(super) slot: u32,
-    /// Its place among the streamed pages of a pass, or [`NONE`].
-    pub(super) place: u32,
 }
 
 impl Page {
-    pub(super) const ABSENT: Self = Self { frame: NONE, slot: NONE, place: NONE };
+    pub(super) const ABSENT: Self = Self { frame: NONE, slot: NONE };
 }
 
 /// A run of pages whose bytes are kept in staging memory.
@@ -135,7 +138,7 @@ pub(super) struct ModelState {
     pub(super) name: String,
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
-    pub(super) words: Arc<[Padded<SpanWord>]>,
+    pub(super) words: Words,
     /// Its addresses; none on a card without virtual memory calls.
     pub(super) range: Option<AddressRange>,
     /// Its blocks, on a card without virtual memory calls.
@@ -156,13 +159,13 @@ pub(super) struct ModelState {
     pub(super) choices: Choices,
     /// The frames that the plan was made for.
     pub(super) planned_frames: u32,
-    /// Streamed pages in pass order.
-    pub(super) sequence: Vec<u32>,
+    /// The places in the pass of streamed pages.
+    pub(super) streamed: PlaceSet,
     /// Ring slots when the slots were dealt anew, and pages that were edited since.
     pub(super) dealt_ring: u32,
     pub(super) edits: u32,
-    /// The place in `sequence` that prefetch goes on at.
-    pub(super) cursor: u32,
+    /// The place in the pass that prefetch goes on at.
+    pub(super) cursor: PagePlace,
     /// Higher is more important.
     pub(super) priority: u64,
     /// Whether it may take frames from models of lower priority.
@@ -203,6 +206,12 @@ impl Core {
     pub(super) fn headroom(&self) -> u64 {
         self.headroom.load(Ordering::Relaxed)
     }
+
+    /// Whether the last look at the device's memory is old. Takes no lock.
+    pub(super) fn look_is_due(&self) -> bool {
+        let looked_at = ModelTime(self.looked_at.0.load(Ordering::Relaxed));
+        looked_at == ModelTime::ZERO || self.device.now().since(looked_at) >= reclaim::BUDGET_AGE
+    }
 }
 
 impl Control {
@@ -232,11 +241,11 @@ impl Control {
     pub(super) fn leave_page(&self, key: PageKey) -> Option<u64> {
         let Some(model) = self.model(key.model) else { return Some(0) };
         let spans = model.layout.spans_of_page(key.page);
-        let words = &model.words[spans.start as usize..spans.end as usize];
-        let used = match word::leave_all(words) {
+        let words = model.words.of(spans);
+        let used = match word::leave_all(words.clone()) {
             Some(used) => used,
             None if self.mutated.by(Mutation::TakePinned) => {
-                words.iter().fold(0, |used, word| used | word.0.used())
+                words.clone().fold(0, |used, word| used | word.0.used())
             }
             None => return None,
         };
@@ -337,7 +346,7 @@ impl Control {
 impl ModelState {
     /// Pages of the spans or units that are faulted at once.
     pub(super) fn make_groups(layout: &PageLayout, whole: &HashSet<u32>) -> Vec<Range<u32>> {
-        let mut groups = Vec::new();
+        let mut groups = Vec::with_capacity(layout.spans().len());
         for (unit, place) in (0_u32..).zip(layout.units()) {
             let spans = &layout.spans()[place.spans.start as usize..place.spans.end as usize];
             match (spans.first(), spans.last()) {
@@ -353,10 +362,15 @@ impl ModelState {
     /// Takes another order of spans, or makes the order of pages anew for what is kept whole.
     pub(super) fn set_order(&mut self, spans: Vec<u32>) {
         let layout = &self.layout;
+        let next = self.order.page_at(&mut self.cursor);
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
         self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.first);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
+        // Prefetch goes on at the same page. Which places are streamed is not known before slots are dealt.
+        let place = next.and_then(|page| self.order.place_of(page, layout.spans_of_page(page)));
+        self.cursor = place.unwrap_or_default();
+        self.streamed = PlaceSet::default();
     }
 
     /// The patches that are attached.

@@ -386,8 +386,7 @@ impl Seen {
 /// The ring's slots that are used, and the bytes that cross the link in a pass: those of streamed pages,
 /// but for a page that has a slot to itself and so finds its bytes there again.
 fn streamed(layout: &PageLayout, order: &PassOrder, plan: Plan, ring: u32) -> (u32, u64) {
-    let passing: Vec<u32> =
-        order.pages().iter().copied().filter(|&page| order.rank(page) >= plan.resident).collect();
+    let passing: Vec<u32> = order.pages().filter(|&page| order.rank(page) >= plan.resident).collect();
     let count = u32::try_from(passing.len()).unwrap_or(u32::MAX);
     let slot = |place: u32| ring::slot(place, count, ring);
     let mut users = vec![0_u32; ring as usize + 1];

@@ -37,7 +37,8 @@ pub(crate) enum Role {
     Ring,
 }
 
-/// A frame's account. The fences are the device's, but for the models of this hand-over.
+/// A frame's account: 40 bytes, since a fault of a large model looks at those of all of its pages. The fences are
+/// the device's, but for the models of this hand-over.
 #[derive(Debug)]
 pub(crate) struct FrameInfo<F = Fence> {
     pub(crate) role: Role,
@@ -47,16 +48,52 @@ pub(crate) struct FrameInfo<F = Fence> {
     pub(crate) loading: u64,
     /// The copy that fills it, until it was seen done.
     pub(crate) arrive: Option<F>,
-    /// Points that must be passed before it is written again, one a stream slot.
-    pub(crate) uses: Vec<(u8, F)>,
+    /// What is known of its use by streams.
+    pub(crate) uses: Uses<F>,
     /// Whether its content was used by the last span that touches it in a pass, or is of no use.
     pub(crate) consumed: bool,
     /// Whether its content came by a copy since a fault last counted it.
     pub(crate) fresh: bool,
-    /// When its content was asked for, by the card's count of page loads.
-    pub(crate) loaded_at: u64,
     /// Pages that are mapped to it.
     pub(crate) mapped: u32,
+}
+
+/// Points that must be passed before a frame is written again, one a stream slot, and when its content was asked
+/// for. A frame that only ever was a page's own has neither, so they lie apart.
+#[derive(Debug)]
+pub(crate) struct Uses<F>(Option<Box<UseList<F>>>);
+
+#[derive(Debug)]
+struct UseList<F> {
+    points: Vec<(u8, F)>,
+    loaded_at: u64,
+}
+
+impl<F> Uses<F> {
+    fn list(&mut self) -> &mut UseList<F> {
+        self.0.get_or_insert_with(|| Box::new(UseList { points: Vec::new(), loaded_at: 0 }))
+    }
+
+    /// The points, each with its stream's slot.
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, (u8, F)> {
+        self.0.as_deref().map_or(&[][..], |list| &list.points).iter()
+    }
+
+    /// Forgets the points; the memory is kept for the next.
+    pub(crate) fn clear(&mut self) {
+        if let Some(list) = &mut self.0 {
+            list.points.clear();
+        }
+    }
+
+    /// When the content was asked for, by the card's count of page loads; zero if nobody noted it.
+    pub(crate) fn loaded_at(&self) -> u64 {
+        self.0.as_deref().map_or(0, |list| list.loaded_at)
+    }
+
+    pub(crate) fn set_loaded_at(&mut self, loads: u64) {
+        self.list().loaded_at = loads;
+    }
 }
 
 impl<F: Clone> FrameInfo<F> {
@@ -66,10 +103,9 @@ impl<F: Clone> FrameInfo<F> {
             content: PageKey::NONE,
             loading: 0,
             arrive: None,
-            uses: Vec::new(),
+            uses: Uses(None),
             consumed: true,
             fresh: false,
-            loaded_at: 0,
             mapped: 0,
         }
     }
@@ -84,9 +120,10 @@ impl<F: Clone> FrameInfo<F> {
 
     /// Notes that work up to `fence` on stream slot `slot` uses the frame.
     pub(crate) fn used_until(&mut self, slot: u8, fence: &F) {
-        match self.uses.iter_mut().find(|(other, _)| *other == slot) {
+        let points = &mut self.uses.list().points;
+        match points.iter_mut().find(|(other, _)| *other == slot) {
             Some((_, old)) => *old = fence.clone(),
-            None => self.uses.push((slot, fence.clone())),
+            None => points.push((slot, fence.clone())),
         }
     }
 
@@ -96,7 +133,9 @@ impl<F: Clone> FrameInfo<F> {
         self.loading = 0;
         self.fresh = false;
         self.consumed = false;
-        self.loaded_at = at;
+        if self.role == Role::Ring {
+            self.uses.set_loaded_at(at);
+        }
     }
 
     /// The points that a copy into the frame must wait for.
@@ -120,7 +159,7 @@ impl FrameInfo {
             fence.wait()?;
             self.arrive = None;
         }
-        for (_, fence) in &self.uses {
+        for (_, fence) in self.uses.iter() {
             fence.wait()?;
         }
         self.uses.clear();
@@ -136,6 +175,8 @@ pub(crate) struct Frames {
     idle: Vec<u32>,
     /// The ring's slots; a slot is a frame. A slot that was given up holds [`NONE`] until it is filled again.
     pub(crate) ring: Vec<u32>,
+    /// Frames whose role is the ring: those that `ring` names.
+    in_ring: u32,
     /// Bytes that the card's activation pool held at the last look.
     pool_bytes: u64,
     /// The most bytes of frames and pool at once.
@@ -149,6 +190,7 @@ impl Frames {
             info: Vec::new(),
             idle: Vec::new(),
             ring: Vec::new(),
+            in_ring: 0,
             pool_bytes: 0,
             peak_bytes: 0,
         }
@@ -182,7 +224,9 @@ impl Frames {
 
     /// Frames of the ring.
     pub(crate) fn ring_frames(&self) -> u32 {
-        u32::try_from(self.ring.iter().filter(|&&frame| frame != NONE).count()).unwrap_or(u32::MAX)
+        // Asked at every claim of a new frame, so it is not counted then.
+        debug_assert_eq!(self.in_ring as usize, self.ring.iter().filter(|&&frame| frame != NONE).count());
+        self.in_ring
     }
 
     pub(crate) fn info(&self, frame: u32) -> &FrameInfo {
@@ -197,6 +241,7 @@ impl Frames {
     pub(crate) fn take_idle(&mut self, role: Role) -> Option<u32> {
         let frame = self.idle.pop()?;
         self.info[frame as usize].role = role;
+        self.in_ring += u32::from(role == Role::Ring);
         Some(frame)
     }
 
@@ -207,6 +252,7 @@ impl Frames {
             self.info.resize_with(frame as usize + 1, FrameInfo::new);
         }
         self.info[frame as usize] = FrameInfo { role, ..FrameInfo::new() };
+        self.in_ring += u32::from(role == Role::Ring);
         self.note_peak();
         Ok(frame)
     }
@@ -215,6 +261,7 @@ impl Frames {
     pub(crate) fn make_idle(&mut self, frame: u32) {
         let info = &mut self.info[frame as usize];
         info.clear_content();
+        self.in_ring -= u32::from(info.role == Role::Ring);
         info.role = Role::Idle;
         self.idle.push(frame);
     }
@@ -228,6 +275,16 @@ impl Frames {
             released += 1;
         }
         Ok(released)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frames_account_takes_40_bytes() {
+        assert_eq!(size_of::<FrameInfo>(), 40);
     }
 }
 

@@ -45,45 +45,108 @@ pub(crate) fn names_tensor(unit: &str, tensor: &str, name: &str) -> bool {
 }
 
 /// What a guard holds: a run of spans, each pinned.
+///
+/// Numbers only, but for a list that most have not: so the guard of a hit never leaves the registers.
 #[derive(Debug)]
 pub(super) struct Pinned {
     pub(super) unit: UnitId,
-    pub(super) spans: Range<u32>,
-    /// Whether any span is streamed; `spans` with their bit set are released the slow way.
-    pub(super) streamed: Streamed,
+    first: u32,
+    count: u32,
+    release: Release,
+    streamed: Streamed,
 }
 
-/// Which spans of a run are streamed.
+/// How a guard is released. As wide as its neighbours, so that no single bytes are copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u32)]
+enum Release {
+    /// It is one resident span: what is compiled into the caller.
+    Resident,
+    /// Everything else.
+    Slow,
+}
+
+/// Which spans of a run are streamed, and so are released under the control lock.
 #[derive(Debug)]
 pub(super) enum Streamed {
     None,
     All,
-    Some(Vec<bool>),
+    Some(Box<Which>),
 }
 
+/// By place in the run.
+#[derive(Debug)]
+pub(super) struct Which(Vec<bool>);
+
 impl Streamed {
-    #[inline]
+    /// Of a run of one span.
+    pub(super) fn one(streamed: bool) -> Self {
+        if streamed { Self::All } else { Self::None }
+    }
+
+    /// Of a run of several.
+    pub(super) fn several(streamed: Vec<bool>) -> Self {
+        if streamed.contains(&true) { Self::Some(Box::new(Which(streamed))) } else { Self::None }
+    }
+
     fn has(&self, place: usize) -> bool {
         match self {
             Self::None => false,
             Self::All => true,
-            Self::Some(spans) => spans.get(place).copied().unwrap_or(false),
+            Self::Some(which) => which.0.get(place).copied().unwrap_or(false),
         }
     }
 }
 
 impl Pinned {
+    /// One resident span.
+    #[inline]
+    pub(super) fn resident(unit: UnitId, span: u32) -> Self {
+        Self { unit, first: span, count: 1, release: Release::Resident, streamed: Streamed::None }
+    }
+
+    pub(super) fn new(unit: UnitId, spans: Range<u32>, streamed: Streamed) -> Self {
+        let count = spans.end - spans.start;
+        let resident = count == 1 && matches!(streamed, Streamed::None);
+        let release = if resident { Release::Resident } else { Release::Slow };
+        Self { unit, first: spans.start, count, release, streamed }
+    }
+
+    /// The spans.
+    pub(super) fn spans(&self) -> Range<u32> {
+        self.first..self.first + self.count
+    }
+
     #[inline]
     pub(super) fn release(&self, model: &PagedModel, stream: &PagerStream) {
-        for (place, span) in self.spans.clone().enumerate() {
+        match self.release {
+            Release::Resident => release_span(model, self.first, stream),
+            Release::Slow => self.release_slowly(model, stream),
+        }
+    }
+
+    #[inline(never)]
+    fn release_slowly(&self, model: &PagedModel, stream: &PagerStream) {
+        for (place, span) in self.spans().enumerate() {
             if self.streamed.has(place) {
                 fault::release_streamed(model.core(), model.id(), span, stream);
             } else {
-                let forgets = model.core().options.mutated().by(Mutation::ReleaseWithoutStream);
-                model.word(span).release(if forgets { 0 } else { stream.bit() });
+                release_span(model, span, stream);
             }
         }
     }
+
+    /// Nothing is held any more; the release was made elsewhere.
+    fn forget(&mut self) {
+        (self.count, self.release) = (0, Release::Slow);
+    }
+}
+
+/// Releases a resident span.
+#[inline]
+fn release_span(model: &PagedModel, span: u32, stream: &PagerStream) {
+    let forgets = model.core().options.mutated().by(Mutation::ReleaseWithoutStream);
+    model.word(span).release(if forgets { 0 } else { stream.bit() });
 }
 
 /// A unit, or a piece of one, on the device: its tensors' addresses, valid for work on its stream until
@@ -137,7 +200,7 @@ impl<'m> Guard<'m> {
     pub fn release_on(mut self, stream: &PagerStream) -> Result<(), PagerError> {
         self.model.check_stream(stream)?;
         self.pinned.release(self.model, stream);
-        self.pinned.spans = 0..0;
+        self.pinned.forget();
         Ok(())
     }
 }

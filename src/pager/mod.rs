@@ -3,7 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `card`, `model`, `guard`, `rows`, `streams`, `options`, `error` | what a runner uses |
-//! | `word` | the lock-free word of a span: the hit path |
+//! | `word`, `words` | the lock-free word of a span, the hit path; where the words lie |
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
 //! | `load`, `ahead` | reads in order, and ahead of need |
@@ -60,6 +60,7 @@ mod rows;
 mod streams;
 mod verify;
 mod word;
+mod words;
 
 pub use card::{Pager, PagerFigures};
 pub(crate) use convert::{CopySource, CopyTarget, copy_run, patch_run};

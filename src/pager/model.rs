@@ -24,7 +24,7 @@ use super::reclaim;
 use super::rows::{self, RowsGuard};
 use super::streams::PagerStream;
 use super::word::SpanWord;
-use crate::sync::Padded;
+use super::words::Words;
 use crate::units::{DeviceAddress, DeviceRange};
 use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 
@@ -42,7 +42,7 @@ pub struct PagedModel {
     pub(super) name: String,
     pub(super) index: Arc<TensorIndex>,
     pub(super) layout: Arc<PageLayout>,
-    pub(super) words: Arc<[Padded<SpanWord>]>,
+    pub(super) words: Words,
     pub(super) hits: Arc<HitCounts>,
     pub(super) addresses: Addresses,
 }
@@ -121,7 +121,38 @@ impl PagedModel {
     /// larger than the card can give, in which case [`Self::fault_piece`] may still do.
     #[inline]
     pub fn fault<'m>(&'m self, unit: UnitId, stream: &'m PagerStream) -> Result<Guard<'m>, PagerError> {
-        Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, Patience::None)?))
+        // The hit is compiled into the caller; everything else is not.
+        // Both ways come together as a few numbers: a call that wrote the guard itself would keep the hit's in
+        // memory too, and reading it back there costs as much as the hit.
+        let pinned = match self.hit(unit, stream) {
+            Some(pinned) => pinned,
+            None => match self.pin_slowly(unit, stream) {
+                Ok(pinned) => pinned,
+                Err(error) => return Err(*error),
+            },
+        };
+        Ok(Guard::new(self, stream, pinned))
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn pin_slowly(&self, unit: UnitId, stream: &PagerStream) -> Result<Pinned, Box<PagerError>> {
+        self.pin_unit(unit, stream, None, Patience::None).map_err(Box::new)
+    }
+
+    /// The hit of a unit of one span without patches; `None`, and nothing pinned, for all else.
+    #[inline]
+    fn hit(&self, unit: UnitId, stream: &PagerStream) -> Option<Pinned> {
+        let spans = &self.layout.units().get(unit.index())?.spans;
+        let span = spans.start;
+        if spans.end - span != 1 || !Arc::ptr_eq(&stream.core, self.core()) {
+            return None;
+        }
+        if !self.word(span).pin_if_resident(0) {
+            return None;
+        }
+        self.count_hit();
+        Some(Pinned::resident(unit, span))
     }
 
     /// As [`Self::fault`], by the unit's name.
@@ -286,13 +317,9 @@ impl PagedModel {
                 })
             };
             if stays {
-                let streamed = if self.pin_span(span, &stream, set.as_ref(), Patience::None)? {
-                    Streamed::All
-                } else {
-                    Streamed::None
-                };
+                let streamed = Streamed::one(self.pin_span(span, &stream, set.as_ref(), Patience::None)?);
                 let unit = self.layout.spans()[span as usize].unit;
-                Pinned { unit, spans: span..span + 1, streamed }.release(self, &stream);
+                Pinned::new(unit, span..span + 1, streamed).release(self, &stream);
             }
         }
         Ok(())
@@ -376,9 +403,8 @@ impl PagedModel {
         let Some(span) = spans.start.checked_add(piece).filter(|span| spans.contains(span)) else {
             return Err(self.not_found(format!("piece {piece} of unit {}", unit.0)));
         };
-        let streamed =
-            if self.pin_span(span, stream, set, patience)? { Streamed::All } else { Streamed::None };
-        Ok(Pinned { unit, spans: span..span + 1, streamed })
+        let streamed = Streamed::one(self.pin_span(span, stream, set, patience)?);
+        Ok(Pinned::new(unit, span..span + 1, streamed))
     }
 
     pub(super) fn when_free<T>(
@@ -421,18 +447,14 @@ impl PagedModel {
         self.check_stream(stream)?;
         let spans = self.spans(unit)?;
         if spans.end - spans.start == 1 {
-            let streamed = if self.pin_span(spans.start, stream, set, patience)? {
-                Streamed::All
-            } else {
-                Streamed::None
-            };
-            return Ok(Pinned { unit, spans, streamed });
+            let streamed = Streamed::one(self.pin_span(spans.start, stream, set, patience)?);
+            return Ok(Pinned::new(unit, spans, streamed));
         }
         // Where there is no range the pieces lie apart, and the unit has no address: that is refused below.
         let together = matches!(self.addresses, Addresses::Stable(_));
         if together && self.pin_all_if_resident(&spans, set) {
-            self.count_hit(stream);
-            return Ok(Pinned { unit, spans, streamed: Streamed::None });
+            self.count_hit();
+            return Ok(Pinned::new(unit, spans, Streamed::None));
         }
         self.fault_whole(unit)?;
         let mut streamed = Vec::with_capacity(spans.len());
@@ -440,20 +462,18 @@ impl PagedModel {
             match self.pin_span(span, stream, set, patience) {
                 Ok(slow) => streamed.push(slow),
                 Err(error) => {
-                    let done = Pinned { unit, spans: spans.start..span, streamed: Streamed::Some(streamed) };
+                    let done = Pinned::new(unit, spans.start..span, Streamed::several(streamed));
                     done.release(self, stream);
                     return Err(error);
                 }
             }
         }
-        let streamed =
-            if streamed.iter().any(|slow| *slow) { Streamed::Some(streamed) } else { Streamed::None };
-        Ok(Pinned { unit, spans, streamed })
+        Ok(Pinned::new(unit, spans, Streamed::several(streamed)))
     }
 
     #[inline]
-    fn count_hit(&self, stream: &PagerStream) {
-        if self.hits.add(stream.slot()) {
+    fn count_hit(&self) {
+        if self.hits.add() {
             self.look_at_the_card();
         }
     }
@@ -462,7 +482,8 @@ impl PagedModel {
     #[cold]
     fn look_at_the_card(&self) {
         let core = self.core();
-        if let Some(mut control) = core.control.try_lock()
+        if core.look_is_due()
+            && let Some(mut control) = core.control.try_lock()
             && let Err(PagerError::Device(error)) = reclaim::follow_budget(core, &mut control, self.id)
         {
             core.device.defer(error);
@@ -492,7 +513,7 @@ impl PagedModel {
         patience: Patience,
     ) -> Result<bool, PagerError> {
         if self.word(span).pin_if_resident(PatchSet::version_of(set, span)) {
-            self.count_hit(stream);
+            self.count_hit();
             return Ok(false);
         }
         fault::fault_span(self, span, stream, set, patience)
@@ -579,11 +600,12 @@ impl PagedModel {
     fn view_of(&self, pinned: &Pinned, tensor: TensorId) -> Option<TensorView<'_>> {
         let info = self.index.tensor_info(tensor);
         let place = self.layout.tensor_at(tensor);
-        let whole = self.layout.units()[pinned.unit.index()].spans == pinned.spans;
+        let whole = self.layout.units()[pinned.unit.index()].spans == pinned.spans();
         let (at, bytes, rows) = if whole {
             (place.at, place.bytes, 0..info.shape.first().copied().unwrap_or(1))
         } else {
-            let spans = &self.layout.spans()[pinned.spans.start as usize..pinned.spans.end as usize];
+            let spans = pinned.spans();
+            let spans = &self.layout.spans()[spans.start as usize..spans.end as usize];
             let mut found: Option<(u64, u64, std::ops::Range<u64>)> = None;
             for span in spans {
                 let parts = &self.layout.parts()[span.parts.start as usize..span.parts.end as usize];
@@ -616,7 +638,7 @@ impl PagedModel {
             Addresses::Stable(range) => range.start.offset(at),
             // Without virtual memory calls one span is pinned at a time: pieces are taken one by one.
             Addresses::OfGuards(addresses) => {
-                let span = pinned.spans.start;
+                let span = pinned.spans().start;
                 let first = self.layout.spans().get(span as usize).map_or(at, |span| span.bytes.start);
                 plain::address(addresses, span, first, at)
             }

@@ -9,9 +9,10 @@
 use std::sync::Arc;
 
 use super::claim;
-use super::core::{Control, Core};
+use super::core::{Control, Core, ModelState};
 use super::frames::NONE;
 use super::load;
+use super::order::PagePlace;
 
 /// Pages present already that one call may skip.
 const SKIPS: u32 = 64;
@@ -19,10 +20,11 @@ const SKIPS: u32 = 64;
 /// A fault had to load `pages` itself: prefetch goes on behind the last of them.
 pub(super) fn demanded(control: &mut Control, id: u32, pages: &[u32]) {
     let Some(model) = control.model_mut(id) else { return };
-    let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
-    let last = pages.iter().rev().map(|&page| model.pages[page as usize].place).find(|&place| place != NONE);
-    if let Some(last) = last {
-        model.cursor = if last + 1 >= streamed { 0 } else { last + 1 };
+    let last = pages.iter().rev().find(|&&page| model.pages[page as usize].slot != NONE);
+    if let Some(&last) = last
+        && let Some(place) = model.order.place_of(last, model.layout.spans_of_page(last))
+    {
+        model.cursor = PagePlace { page: place.page + 1, ..place };
     }
 }
 
@@ -34,13 +36,11 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     // One call never fills more than the ring.
     for _ in 0..=control.frames.ring.len() + SKIPS as usize {
         let Some(model) = control.model(id) else { return };
-        let streamed = u32::try_from(model.sequence.len()).unwrap_or(u32::MAX);
+        let streamed = model.streamed.len();
         if streamed == 0 || room == 0 || control.loads.outstanding() >= core.options.prefetch_loads {
             break;
         }
-        let cursor = model.cursor;
-        let Some(&page) = model.sequence.get(cursor as usize) else { break };
-        let next = if cursor + 1 >= streamed { 0 } else { cursor + 1 };
+        let Some((page, next)) = next_streamed(model) else { break };
         if control.is_present(id, page) {
             skipped += 1;
             if skipped > SKIPS.min(streamed) {
@@ -78,6 +78,18 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     if let Some((first, count)) = run {
         load::submit(core, control, id, first, count);
     }
+}
+
+/// The streamed page that prefetch goes on at, and the place behind it; behind the last comes the first.
+fn next_streamed(model: &ModelState) -> Option<(u32, PagePlace)> {
+    let at = model.cursor;
+    let (found, span) = match model.streamed.next(at.page) {
+        Some(found) => (found, at.span),
+        None => (model.streamed.next(0)?, 0),
+    };
+    let mut place = PagePlace { page: found, span };
+    let page = model.order.page_at(&mut place)?;
+    Some((page, PagePlace { page: found + 1, ..place }))
 }
 
 /// Takes the frame of a page's slot for it, if the pass is through with what lies there.

@@ -9,6 +9,7 @@
 
 use std::cmp::Reverse;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::choose::choose;
@@ -18,7 +19,7 @@ use super::error::PagerError;
 use super::forecast::compute_in_copies;
 use super::frames::{NONE, PageKey, Role};
 use super::mutations::Mutation;
-use super::order::PassOrder;
+use super::order::{PassOrder, PlaceSet};
 use super::plain;
 use super::plan::{RingSize, plan};
 use super::ring;
@@ -54,6 +55,7 @@ pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) ->
         core.device.pool_trim(needed)?;
     }
     control.budget_read_at = Some(now);
+    core.looked_at.0.store(now.0.max(1), Ordering::Relaxed);
     control.frames.note_pool(core.device.pool_figures()?.reserved);
     loop {
         let free = core.device.memory()?.free;
@@ -358,38 +360,38 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
 fn deal(control: &mut Control, id: u32, ring: u32) {
     let Some(model) = control.model_mut(id) else { return };
     let stays = model.plan.resident;
-    let sequence: Vec<u32> =
-        model.order.pages().iter().copied().filter(|&page| model.order.rank(page) >= stays).collect();
-    let streamed = u32::try_from(sequence.len()).unwrap_or(u32::MAX);
-    let new_pages = sequence.iter().filter(|&&page| model.pages[page as usize].slot == NONE).count();
-    let gone = model.sequence.len() + new_pages - sequence.len().min(model.sequence.len() + new_pages);
-    let edits = model.edits + u32::try_from(new_pages + gone).unwrap_or(u32::MAX);
-    let anew = ring != model.dealt_ring || edits > streamed / 16;
-    for page in &mut model.pages {
-        page.place = NONE;
+    let (mut streamed, mut new_pages) = (0_u32, 0_u32);
+    for page in model.order.pages().filter(|&page| model.order.rank(page) >= stays) {
+        streamed += 1;
+        new_pages += u32::from(model.pages[page as usize].slot == NONE);
     }
-    let mut last_slot = 0;
-    for (place, &number) in (0..).zip(&sequence) {
+    let gone = (model.streamed.len() + new_pages).saturating_sub(streamed);
+    let edits = model.edits.saturating_add(new_pages + gone);
+    let anew = ring != model.dealt_ring || edits > streamed / 16;
+    for (number, page) in (0..).zip(&mut model.pages) {
+        if !model.order.has_page(number) || model.order.rank(number) < stays {
+            page.slot = NONE;
+        }
+    }
+    let mut places = PlaceSet::new(u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX));
+    let (mut place, mut last_slot) = (0, 0);
+    for (in_pass, number) in (0..).zip(model.order.pages()) {
+        if model.order.rank(number) < stays {
+            continue;
+        }
+        places.insert(in_pass);
         let page = &mut model.pages[number as usize];
-        page.place = place;
         if anew {
             page.slot = ring::slot(place, streamed, ring);
         } else if page.slot == NONE {
             page.slot = (last_slot + ring / 2) % ring.max(1);
         }
         last_slot = page.slot;
-    }
-    for page in &mut model.pages {
-        if page.place == NONE {
-            page.slot = NONE;
-        }
+        place += 1;
     }
     model.edits = if anew { 0 } else { edits };
     model.dealt_ring = ring;
-    model.sequence = sequence;
-    if model.cursor >= streamed {
-        model.cursor = 0;
-    }
+    model.streamed = places;
 }
 
 /// Takes the frames of pages that no longer stay; those that guards hold keep theirs for now.

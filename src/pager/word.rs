@@ -244,26 +244,38 @@ impl SpanWord {
     }
 }
 
+impl AsRef<SpanWord> for Padded<SpanWord> {
+    fn as_ref(&self) -> &SpanWord {
+        &self.0
+    }
+}
+
 /// Takes the spans that share a page out of use: `None`, and none of them leaves, if one is pinned.
 /// Otherwise they are leaving; answers the streams that used them. The caller holds the control lock.
-pub(crate) fn leave_all(words: &[Padded<SpanWord>]) -> Option<u64> {
+pub(crate) fn leave_all<'w, W>(words: impl IntoIterator<Item = &'w W> + Clone) -> Option<u64>
+where
+    W: AsRef<SpanWord> + 'w,
+{
     let mut used = 0;
-    for (place, word) in words.iter().enumerate() {
-        if !word.0.try_leave() {
-            put_back(&words[..place]);
+    for (place, word) in words.clone().into_iter().map(AsRef::as_ref).enumerate() {
+        if !word.try_leave() {
+            put_back(words.into_iter().take(place));
             return None;
         }
-        used |= word.0.used();
+        used |= word.used();
     }
     Some(used)
 }
 
 /// Undoes [`leave_all`]: absent spans stayed so; the others had no pins and are put back as not yet seen
 /// done.
-pub(crate) fn put_back(words: &[Padded<SpanWord>]) {
-    for word in words {
-        if word.0.view().state() == SpanState::Leaving {
-            word.0.set_state(SpanState::Arriving);
+pub(crate) fn put_back<'w, W>(words: impl IntoIterator<Item = &'w W>)
+where
+    W: AsRef<SpanWord> + 'w,
+{
+    for word in words.into_iter().map(AsRef::as_ref) {
+        if word.view().state() == SpanState::Leaving {
+            word.set_state(SpanState::Arriving);
         }
     }
 }

@@ -72,7 +72,7 @@ impl Page {
     }
 
     fn evict(&self) -> bool {
-        self.evict_by(leave_all)
+        self.evict_by(|words| leave_all(words))
     }
 }
 

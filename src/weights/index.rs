@@ -25,6 +25,7 @@ pub struct TensorId(pub u32);
 
 impl TensorId {
     /// The place as an index.
+    #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -36,6 +37,7 @@ pub struct UnitId(pub u32);
 
 impl UnitId {
     /// The place as an index.
+    #[inline]
     pub fn index(self) -> usize {
         self.0 as usize
     }

@@ -14,6 +14,7 @@
 //! | `file` | a file that stays what it was when opened, read with `pread` |
 //! | `index` | tensors by name, over one or many files |
 //! | `unit` | which tensors make a unit |
+//! | `landmarks` | where to look in the layout's lists |
 //! | `layout`, `cut` | units, spans and pages in the model's address space |
 //!
 //! Owns the open files; takes no lock: everything is immutable once built and may be shared between
@@ -25,6 +26,7 @@ mod error;
 mod file;
 mod header;
 mod index;
+mod landmarks;
 mod layout;
 mod unit;
 

@@ -6,6 +6,8 @@
 
 #![deny(unsafe_code)]
 
+use std::sync::atomic::Ordering;
+
 use super::Block;
 use super::plan;
 use crate::device::{DeviceError, PoolAllocation};
@@ -32,6 +34,7 @@ pub(in crate::pager) fn refresh_budget(
     let figures = core.device.memory()?;
     let pool = core.device.pool_figures()?;
     control.budget_read_at = Some(now);
+    core.looked_at.0.store(now.0.max(1), Ordering::Relaxed);
     control.frames.note_pool(pool.reserved);
     let headroom = core.headroom();
     let Some(plain) = &mut control.plain else { return Ok(()) };
@@ -295,7 +298,9 @@ fn take_slot(control: &mut Control, id: u32, need: u64) -> Option<u32> {
         .zip(&plain.blocks)
         .filter_map(|(number, block)| block.as_ref().map(|block| (number, block)))
         .filter(|(_, block)| block.model == id && block.info.role == Role::Ring && block.bytes >= need)
-        .map(|(number, block)| (if block.info.content.is_none() { 0 } else { block.info.loaded_at }, number))
+        .map(|(number, block)| {
+            (if block.info.content.is_none() { 0 } else { block.info.uses.loaded_at() }, number)
+        })
         .collect();
     slots.sort_unstable();
     for (_, number) in slots {

@@ -122,7 +122,7 @@ fn claim(control: &mut Control, id: u32, span: u32, number: u32) -> Role {
     let Some(block) = plain.as_mut().and_then(|plain| plain.block_mut(number)) else { return Role::Idle };
     block.info.content = PageKey { model: id, page: span };
     block.info.loading = 1;
-    block.info.loaded_at = loads;
+    block.info.uses.set_loaded_at(loads);
     let role = block.info.role;
     if let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) {
         if let Some(own) = &mut model.plain {

@@ -1,0 +1,66 @@
+//! A page of a model costs at most 32 bytes of table, counted by the allocator.
+//!
+//! What is counted is all that opening a model takes from the heap, and what passes over it add: pages, order,
+//! spans, words, the layout's tensors. The frames' accounts are the card's, once for all models, and are there
+//! before; the card here keeps none of its own. It guards against lists that grow by a field, or that keep twice
+//! the room that they need.
+
+#![cfg(feature = "cli")]
+#![expect(clippy::unwrap_used, reason = "a test's helpers fail the test")]
+
+#[path = "../benches/common/mod.rs"]
+mod common;
+
+use std::sync::Arc;
+
+use common::alloc::{Counting, live_bytes};
+use common::card::pass;
+use common::models::{Layout, ModelFile, uniform};
+use common::null::NullDevice;
+use vram_pager::pager::{ModelOptions, Pager, PagerOptions};
+
+#[global_allocator]
+static HEAP: Counting = Counting;
+
+const PAGE: u64 = 2 << 20;
+
+/// Bytes that a model takes while it is open, and its pages, on a card of so many in a hundred of its pages.
+fn table(file: &ModelFile, card: u64) -> (u64, u64) {
+    let pages = file.bytes().div_ceil(PAGE) + 1;
+    let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
+    let pager = Pager::new(&NullDevice::open(pages * card / 100 * PAGE, PAGE), options).unwrap();
+    let stream = pager.stream().unwrap();
+    let mut taken = 0;
+    // The first brings the frames, which stay with the pager.
+    for _ in 0..2 {
+        let before = live_bytes();
+        let model = pager.open_model(Arc::clone(&file.index), &ModelOptions::default()).unwrap();
+        for _ in 0..3 {
+            pass(&model, &stream, &[]).unwrap();
+        }
+        taken = live_bytes() - before;
+    }
+    (taken, pages)
+}
+
+#[test]
+fn a_page_costs_at_most_32_bytes_of_table() {
+    // FLUX.1-dev has 24 pages a unit, Llama-3-8B 26, T5-XXL 21; the last is half a million pages, 24 a unit.
+    let published = [Layout::Flux, Layout::Llama, Layout::T5];
+    let mut models: Vec<(&str, ModelFile)> =
+        published.into_iter().map(|layout| (layout.name(), layout.file().unwrap())).collect();
+    models.push(("500,000 pages", ModelFile::new(&uniform(20_834, 24 * PAGE)).unwrap()));
+    for (name, file) in &models {
+        for card in [130, 50] {
+            let (bytes, pages) = table(file, card);
+            #[expect(clippy::cast_precision_loss, reason = "shown with two places")]
+            let each = bytes as f64 / pages as f64;
+            println!("{name} on {card} % of its pages: {each:.2} bytes a page, {pages} pages");
+            assert!(each <= 32.0, "{name}: {bytes} bytes for {pages} pages");
+        }
+    }
+    // The part that is of the pages themselves, from two models of as many units.
+    let small = table(&ModelFile::new(&uniform(500, 20 * PAGE)).unwrap(), 50);
+    let large = table(&ModelFile::new(&uniform(500, 200 * PAGE)).unwrap(), 50);
+    assert!(large.0 - small.0 <= 17 * (large.1 - small.1), "{small:?} {large:?}");
+}

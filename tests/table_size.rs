@@ -30,7 +30,7 @@ fn table(file: &ModelFile, card: u64) -> (u64, u64) {
     let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
     let pager = Pager::new(&NullDevice::open(pages * card / 100 * PAGE, PAGE), options).unwrap();
     let stream = pager.stream().unwrap();
-    let mut taken = 0;
+    let mut used = 0;
     // The first brings the frames, which stay with the pager.
     for _ in 0..2 {
         let before = live_bytes();
@@ -38,9 +38,9 @@ fn table(file: &ModelFile, card: u64) -> (u64, u64) {
         for _ in 0..3 {
             pass(&model, &stream, &[]).unwrap();
         }
-        taken = live_bytes() - before;
+        used = live_bytes() - before;
     }
-    (taken, pages)
+    (used, pages)
 }
 
 #[test]

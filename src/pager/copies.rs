@@ -150,7 +150,7 @@ fn copy_wanted(
         let mut last: Option<&Fence> = None;
         for &page in wanted {
             let info = frames.info(model.pages[page as usize].frame);
-            let needed = if in_order { info.uses.len() } else { usize::MAX };
+            let needed = if in_order { info.uses.iter().len() } else { usize::MAX };
             for fence in info.before_copy().take(needed) {
                 if !skips && last.is_none_or(|last| !last.is_same(fence)) {
                     batch.wait(fence)?;

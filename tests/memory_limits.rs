@@ -257,22 +257,18 @@ fn large_allocations_that_are_refused_are_typed_errors_or_done_without() {
     let file = ModelFile::new(&mixed_units(), 78);
     let device = small_card(1408 * KIB);
     {
-        // Blocks of 32 MiB: the first is refused.
+        // Blocks of 64 MiB: the first is refused, and a smaller one does.
         let options = PagerOptions { page_locked_bytes: Some(512 * MIB), ..small_options() };
         let pager = pager(&device, options);
         let stream = pager.stream().unwrap();
         let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
         let verifier = Verifier::new(&model).unwrap();
         set_limit(libc::RLIMIT_AS, address_space() + 24 * MIB);
-        let error = checked_pass(&model, &stream, &verifier).unwrap_err();
-        set_limit(libc::RLIMIT_AS, unlimited);
-        assert!(matches!(error, PagerError::Staging(_)), "{error:?}");
-        let text = error.to_string();
-        assert!(text.contains("32.0 MiB") && text.contains("512.0 MiB"), "asked and limit: {text}");
         checked_pass(&model, &stream, &verifier).unwrap();
+        set_limit(libc::RLIMIT_AS, unlimited);
         let held = pager.figures().staging.held_bytes;
-        assert_eq!(held, 32 * MIB);
-        // With a block in hand a refusal of more is no error at all.
+        assert!(held > 0 && held <= 24 * MIB, "{held}");
+        // With a block in hand a refusal of more is no error either.
         let big = ModelFile::new(&vec![(1024, 1024); 24], 79);
         let big_model = pager.open_model(big.index(), &ModelOptions::default()).unwrap();
         let big_verifier = Verifier::new(&big_model).unwrap();

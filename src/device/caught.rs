@@ -82,6 +82,10 @@ impl Device for Caught {
     fn defer(&self, error: DeviceError) {
         self.inner.defer(error);
     }
+
+    fn identity(&self) -> usize {
+        self.inner.identity()
+    }
 }
 
 impl Clock for Caught {

@@ -207,6 +207,12 @@ pub trait Device:
     /// Keeps an error that happened where none could be returned (in a drop); the next call that can
     /// return one does.
     fn defer(&self, error: DeviceError);
+
+    /// The same number for every handle of one device, and of no other live one. A device that passes calls on
+    /// to another answers that one's.
+    fn identity(&self) -> usize {
+        std::ptr::from_ref(self).cast::<()>().addr()
+    }
 }
 
 /// Address ranges, frames and mappings: the driver's virtual memory calls.

@@ -30,7 +30,7 @@ pub struct PagerStream {
 
 impl PagerStream {
     pub(super) fn register(core: &Arc<Core>, stream: Arc<Stream>) -> Result<Self, PagerError> {
-        if !std::ptr::addr_eq(Arc::as_ptr(stream.device()), Arc::as_ptr(&core.device)) {
+        if stream.device().identity() != core.device.identity() {
             return Err(PagerError::OtherDevice {
                 stream: stream.device().info().name.clone(),
                 model: core.device.info().name.clone(),

@@ -235,22 +235,31 @@ impl Arena {
         let Shared { device, slot_bytes, run_slots, .. } = &*self.shared;
         // A block is a part of the limit as it is now, so that a small limit is kept too.
         let in_block = BLOCK_BYTES.min(state.limit_bytes / 4) / (*slot_bytes).max(1);
-        let block_slots = u32::try_from(in_block).unwrap_or(u32::MAX).max(*run_slots);
-        let bytes = u64::from(block_slots) * slot_bytes;
+        let mut block_slots = u32::try_from(in_block).unwrap_or(u32::MAX).max(*run_slots);
         let held = state.held_bytes();
         let floor = 2 * u64::from(*run_slots) * slot_bytes;
-        if held + bytes > state.limit_bytes.max(floor) && held >= floor {
-            return Ok(false);
-        }
-        let memory = match HostBlock::map(device, bytes) {
-            Ok(memory) => memory,
-            Err(_) if held >= floor => {
-                // What is held suffices to go on: slower, never fatal.
-                state.limit_bytes = held;
+        let memory = loop {
+            let bytes = u64::from(block_slots) * slot_bytes;
+            if held + bytes > state.limit_bytes.max(floor) && held >= floor {
                 return Ok(false);
             }
-            Err(source) => {
-                return Err(StagingError::NoMemory { asked: bytes, held, limit: state.limit_bytes, source });
+            match HostBlock::map(device, bytes) {
+                Ok(memory) => break memory,
+                Err(_) if held >= floor => {
+                    // What is held suffices to go on: slower, never fatal.
+                    state.limit_bytes = held;
+                    return Ok(false);
+                }
+                // A smaller block may do, down to one read.
+                Err(_) if block_slots > *run_slots => block_slots = (block_slots / 2).max(*run_slots),
+                Err(source) => {
+                    return Err(StagingError::NoMemory {
+                        asked: bytes,
+                        held,
+                        limit: state.limit_bytes,
+                        source,
+                    });
+                }
             }
         };
         let (start, bytes) = (memory.start().expose_provenance(), memory.bytes());

@@ -249,7 +249,7 @@ impl Weights {
     }
 
     pub(super) fn check_stream(&self, stream: &Stream) -> Result<(), ResidentError> {
-        if std::ptr::addr_eq(Arc::as_ptr(stream.device()), Arc::as_ptr(&self.device)) {
+        if stream.device().identity() == self.device.identity() {
             return Ok(());
         }
         Err(ResidentError::OtherDevice {

@@ -175,12 +175,13 @@ fn measure(model: &PagedModel, streams: &[PagerStream; 2], rounds: u32) -> Best 
                 }
             }
         });
+        let span = |(began, ended): (Duration, Duration)| ended.saturating_sub(began);
         for round in 1..=rounds as usize {
             let kind = round % 2;
             // Alone, while the other waits without writing anything; then both.
             spin_until(|| meeting.arrived.0.load(Ordering::Acquire) >= round);
             let (began, ended) = run(kind, 0);
-            best.one[kind] = best.one[kind].max(rate(ended - began));
+            best.one[kind] = best.one[kind].max(rate(ended.saturating_sub(began)));
             meeting.go.0.store(round, Ordering::Release);
             let first = run(kind, 0);
             spin_until(|| meeting.arrived.0.load(Ordering::Acquire) > round);
@@ -188,10 +189,10 @@ fn measure(model: &PagedModel, streams: &[PagerStream; 2], rounds: u32) -> Best 
                 [0, 1].map(|place| Duration::from_nanos(meeting.second[place].0.load(Ordering::Relaxed)));
             let second = (began, ended);
             let overlap = first.1.min(second.1).saturating_sub(first.0.max(second.0));
-            let longest = (first.1 - first.0).max(second.1 - second.0);
+            let longest = span(first).max(span(second));
             if overlap.as_secs_f64() >= TOGETHER * longest.as_secs_f64() {
                 best.rounds_two += 1;
-                best.two[kind] = best.two[kind].max(rate(first.1 - first.0) + rate(second.1 - second.0));
+                best.two[kind] = best.two[kind].max(rate(span(first)) + rate(span(second)));
             }
         }
         meeting.stop.0.store(true, Ordering::Release);

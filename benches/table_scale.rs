@@ -146,16 +146,16 @@ impl Case {
         let whole = whole.pager;
 
         let ring = 2 * (u32::try_from(unit_pages)? / 2 + 1);
-        let card = card(pages / 2 + u64::from(ring));
-        let pager = Pager::new(&card, PagerOptions { ring: RingSize::Pages(ring), ..options })?;
+        let device = card(pages / 2 + u64::from(ring));
+        let half = Pager::new(&device, PagerOptions { ring: RingSize::Pages(ring), ..options })?;
         let before = live_bytes();
-        let model = open(&pager, &file)?;
+        let model = open(&half, &file)?;
         let table = live_bytes().saturating_sub(before);
         let before = live_bytes();
         let other = open(&whole, &file)?;
         let table = table.max(live_bytes().saturating_sub(before));
         drop(other);
-        let half = Setup { stream: pager.stream()?, pager, model };
+        let half = Setup { stream: half.stream()?, pager: half, model };
         for _ in 0..3 {
             pass(&half.model, &half.stream, &[])?;
         }
@@ -207,7 +207,7 @@ fn slices(model: &PagedModel, stream: &PagerStream, times: &mut Vec<f64>) -> Out
         if pages >= SLICE {
             let (now, bytes) = (processor_time(), device.counts().bytes_to_device);
             let came = (bytes - copied).div_ceil(PAGE).max(1);
-            times.push((now - began).as_nanos() as f64 / came as f64);
+            times.push(now.saturating_sub(began).as_nanos() as f64 / came as f64);
             (began, copied, pages) = (processor_time(), bytes, 0);
         }
     }

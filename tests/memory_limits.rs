@@ -21,7 +21,7 @@ use common::{
 use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber, span};
 use vram_pager::device::{DeviceError, SharedDevice};
-use vram_pager::pager::{ModelOptions, PagerError, PagerOptions, Verifier};
+use vram_pager::pager::{ModelOptions, PagerOptions, Verifier};
 use vram_pager::staging::{ArenaFigures, HostFigures, LinuxHost, budget};
 use vram_pager::units::{GIB, KIB, MIB};
 use vram_pager::weights::{TensorIndex, WeightsError};

@@ -26,9 +26,9 @@ const PAGE: u64 = 2 << 20;
 
 /// Bytes that a model takes while it is open, and its pages, on a card of so many in a hundred of its pages.
 fn table(file: &ModelFile, card: u64) -> (u64, u64) {
-    let pages = file.bytes().div_ceil(PAGE) + 1;
+    let count = file.bytes().div_ceil(PAGE) + 1;
     let options = PagerOptions { headroom_bytes: Some(0), ..PagerOptions::default() };
-    let pager = Pager::new(&NullDevice::open(pages * card / 100 * PAGE, PAGE), options).unwrap();
+    let pager = Pager::new(&NullDevice::open(count * card / 100 * PAGE, PAGE), options).unwrap();
     let stream = pager.stream().unwrap();
     let mut used = 0;
     // The first brings the frames, which stay with the pager.
@@ -40,7 +40,7 @@ fn table(file: &ModelFile, card: u64) -> (u64, u64) {
         }
         used = live_bytes() - before;
     }
-    (used, pages)
+    (used, count)
 }
 
 #[test]

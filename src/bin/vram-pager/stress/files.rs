@@ -24,6 +24,7 @@ pub(super) const PATCH_SETS: usize = 2;
 
 /// How large the models are.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_field_names, reason = "each is a number of bytes, and says so")]
 pub(super) struct Sizes {
     /// The card's page in bytes.
     pub(super) page_bytes: u64,
@@ -32,6 +33,9 @@ pub(super) struct Sizes {
     /// The most bytes of one unit.
     pub(super) unit_bytes: u64,
 }
+
+/// Checksums by tensor, first row and number of rows.
+type Sums = HashMap<(u32, u64, u64), u64>;
 
 /// A model's file, and what it is on a card.
 pub(super) struct Kind {
@@ -45,7 +49,7 @@ pub(super) struct Kind {
     pub(super) patches: Vec<Vec<TensorPatch>>,
     /// By set, none first: computes what the bytes should be, with no pager involved.
     references: Vec<Verifier>,
-    sums: Vec<Mutex<HashMap<(u32, u64, u64), u64>>>,
+    sums: Vec<Mutex<Sums>>,
 }
 
 impl Kind {
@@ -125,7 +129,7 @@ fn tensors(numbers: &mut Numbers, sizes: Sizes, compute: Option<Dtype>) -> Vec<T
             all.push(Tensor { name: format!("blocks.{unit:04}.{name}"), dtype, shape });
         };
         add("weight", [rows, columns]);
-        if unit % 5 == 0 {
+        if unit.is_multiple_of(5) {
             add("bias", [rows, 1]);
         }
         unit += 1;
@@ -150,7 +154,7 @@ fn write_model(
         at = end;
     }
     let mut header = serde_json::Value::Object(header).to_string();
-    while header.len() % 8 != 0 {
+    while !header.len().is_multiple_of(8) {
         header.push(' ');
     }
     let mut out = BufWriter::new(File::create(file.path())?);

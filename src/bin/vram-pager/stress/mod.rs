@@ -274,7 +274,9 @@ fn round(
         .collect::<Result<Vec<_>, _>>()?;
     if let [_] = runners.as_slice() {
         // On this thread, whose modelled time the card goes by.
-        runners.into_iter().for_each(|runner| guarded(counts, || runner.run()));
+        for runner in runners {
+            guarded(counts, || runner.run());
+        }
     } else {
         std::thread::scope(|scope| {
             for runner in runners {

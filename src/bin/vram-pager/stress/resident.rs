@@ -32,7 +32,6 @@ impl Resident {
             compute: of.compute,
             page_locked_bytes: Some(64 * page),
             chunk_bytes: 4 * page,
-            ..ResidentOptions::default()
         };
         let patcher = ResidentPatcher::open(&card.device, Arc::clone(&of.index), Place::Card(0), &options)?;
         let mut sets = vec![None];
@@ -75,7 +74,7 @@ impl Resident {
         clone.set_patches(self.sets[set].clone());
         let index = clone.index();
         let stream = Arc::clone(checker.stream().stream());
-        for _ in 0..1 + numbers.below(6) {
+        for _ in 0..=numbers.below(6) {
             if !checker.has_room(8) {
                 return Ok(());
             }

@@ -250,9 +250,12 @@ impl<'w, 'k> Runner<'w, 'k> {
         let whole = pieces > 1 && self.numbers.per_mille(100);
         let piece = u32::try_from(self.numbers.below(u64::from(pieces))).unwrap_or(0);
         let patches = opened.sets[set].as_ref();
-        let fault = || match whole {
-            true => model.fault_with(patches, unit, stream),
-            false => model.fault_piece_with(patches, unit, piece, stream),
+        let fault = || {
+            if whole {
+                model.fault_with(patches, unit, stream)
+            } else {
+                model.fault_piece_with(patches, unit, piece, stream)
+            }
         };
         // While calls go on failing a wait would not end: whoever ends that must not wait.
         let waits = held.is_empty() && !self.world.lasting.load(Ordering::Relaxed);

@@ -219,9 +219,10 @@ impl<'k> World<'k> {
             slots.push(Mutex::new(Arc::new(open(kinds, kind, &pager, counts)?)));
         }
         let kind = numbers.place(kinds.len());
-        let resident = match numbers.per_mille(500) && card.device.info().virtual_memory {
-            true => Some(Resident::open(&card, kinds, kind).map_err(|error| failed(&error))?),
-            false => None,
+        let resident = if numbers.per_mille(500) && card.device.info().virtual_memory {
+            Some(Resident::open(&card, kinds, kind).map_err(|error| failed(&error))?)
+        } else {
+            None
         };
         Ok(Self {
             kinds,

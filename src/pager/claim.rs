@@ -287,9 +287,13 @@ pub(super) fn remap(
     frame: u32,
     mapped: &mut Vec<u32>,
 ) -> Result<(), DeviceError> {
-    let Some(model) = control.model(id) else { return Ok(()) };
+    let Some(model) = control.model_mut(id) else { return Ok(()) };
     let old = model.pages[page as usize].frame;
     if old == frame {
+        if frame != NONE && model.inaccessible.remove(&page) {
+            // Mapped by a claim that failed.
+            mapped.push(page);
+        }
         return Ok(());
     }
     let role = control.frames.info(frame).role;

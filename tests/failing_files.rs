@@ -134,6 +134,7 @@ fn run(files: &Files, failing: Option<Failing>) -> (Plan, Vec<PagerError>) {
         assert_eq!(device.live(), LiveObjects::default(), "{what}");
         assert_eq!(card.take_caught(), [], "{what}");
     }
+    drop(opened);
     assert_eq!(open_files(), open_before, "{what}: files stay open");
     let plan = std::mem::take(&mut *plan.lock());
     (plan, errors)

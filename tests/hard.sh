@@ -5,6 +5,9 @@
 #
 #   stress      `vram-pager stress` over many seeds, on the emulated card and on cuda: over the driver stand-in
 #   long        10,000 switches of models and 1,000,000 faults, with flat memory, handles, threads and table
+#   models      loom with more preemptions, thousands of sequences against a plain table, hundreds of schedules
+#   fuzz        millions of damaged files for headers, indexes and LoRA files
+#   sanitizers  the suite and stress under AddressSanitizer, and under ThreadSanitizer
 #   all         every section; the default
 #
 # --short runs each section in the form that CI has: seconds, not minutes. The first section that fails ends it.
@@ -12,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-sections=(stress long)
+sections=(stress long models fuzz sanitizers)
 
 short=0
 export CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}"
@@ -86,6 +89,32 @@ section_long() {
     # The short form is a part of `cargo test`.
     [ "$short" = 1 ] || export VRAM_PAGER_LONG=1
     cargo test --quiet --test long_runs -- --nocapture
+}
+
+section_models() {
+    if [ "$short" = 1 ]; then
+        # The other two are a part of `cargo test`.
+        tests/models.sh short
+        return
+    fi
+    tests/models.sh long
+    VRAM_PAGER_CASES=4000 cargo test --quiet --test reference_table
+    VRAM_PAGER_SCHEDULES=500 cargo test --quiet --test schedules manager_and
+}
+
+section_fuzz() {
+    # The short form is a part of `cargo test`.
+    [ "$short" = 1 ] || export VRAM_PAGER_FUZZ_ITERATIONS=2000000
+    cargo test --quiet --test fuzz_corpus
+}
+
+section_sanitizers() {
+    if [ "$short" = 1 ]; then
+        tests/sanitizers.sh address --short
+        return
+    fi
+    tests/sanitizers.sh address --long
+    tests/sanitizers.sh thread --long
 }
 
 wanted=()

@@ -8,6 +8,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::cast_precision_loss,
+    clippy::similar_names,
     reason = "a test that cannot go on says where, and its numbers are small"
 )]
 

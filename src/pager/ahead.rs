@@ -161,7 +161,10 @@ pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> 
     let mut claimed = 0;
     for page in last + 1..=last + following {
         let Some(model) = control.model(id) else { break };
-        let stays = model.pages[page as usize].slot == NONE && !control.is_present(id, page);
+        // What has no place in the pass is left to its fault: without a rank nobody could take it again.
+        let stays = model.pages[page as usize].slot == NONE
+            && model.order.has_page(page)
+            && !control.is_present(id, page);
         let pinned =
             model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
         if !stays || pinned || model.pages[page as usize].frame != NONE {

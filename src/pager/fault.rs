@@ -315,6 +315,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
         Learned::NewOrder(spans) => {
             follow(model, spans);
             tracing::debug!(model = model.name, "learned another order");
+            reclaim::evict_outside(control, id)?;
             reclaim::pass_ended(core, control, id)?;
             reclaim::replan(core, control, id, true)
         }

@@ -237,6 +237,20 @@ pub(super) fn evict_page(control: &mut Control, id: u32, page: u32) -> Result<bo
     Ok(true)
 }
 
+/// Takes the frames of pages that have no place in the pass any more. Such a page came ahead of a fault that
+/// never followed; without a rank nobody would find it again who needs a frame.
+pub(super) fn evict_outside(control: &mut Control, id: u32) -> Result<(), PagerError> {
+    let pages = control.model(id).map_or(0, |model| model.layout.page_count());
+    for page in 0..pages {
+        let Some(model) = control.model(id) else { return Ok(()) };
+        let frame = model.pages[page as usize].frame;
+        if frame != NONE && !model.order.has_page(page) && control.frames.info(frame).role == Role::Resident {
+            evict_page(control, id, page)?;
+        }
+    }
+    Ok(())
+}
+
 /// Frames that model `id` may plan for: the budget less what others keep.
 fn frames_for(control: &Control, id: u32) -> u32 {
     let Some(model) = control.model(id) else { return 0 };

@@ -456,7 +456,16 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
         });
         core.device.set_now(own_time);
         if let Err(error) = copied {
-            fail_pages(control, id, pages, load.id, &error);
+            fail_pages(control, id, pages.clone(), load.id, &error);
+            if load.ahead
+                && let Some(model) = control.model_mut(id)
+            {
+                // It was asked for before anybody needed it, and may have failed for a reason that is gone: the
+                // fault that waits asks anew, and is told of that read.
+                for page in pages {
+                    model.errors.remove(&page);
+                }
+            }
             // Whoever comes by may find that another's load failed, with no reader left to tell of it.
             core.changed.notify_all();
         }

@@ -131,7 +131,7 @@ pub fn slowest_units(recording: &Recording, most: usize) -> Vec<SlowUnit> {
 
 /// The share of each of `bins` equal parts of `range` that the spans, sorted and not overlapping each other
 /// much, fill: 0 to 1.
-#[cfg_attr(not(feature = "cli"), expect(dead_code, reason = "for pictures"))]
+#[cfg_attr(not(any(test, feature = "cli")), expect(dead_code, reason = "for pictures"))]
 pub(super) fn shares(spans: impl Iterator<Item = TimeSpan>, range: TimeSpan, bins: usize) -> Vec<f64> {
     let mut filled = vec![0.0_f64; bins];
     let total = range.length().as_secs_f64();

@@ -70,8 +70,9 @@ const HANGS: Duration = Duration::from_secs(90);
     A device without a size (`emulated`, `cuda:0`) is made 256 pages large. The models are made to fit the\n\
     oversubscription, in the folder for temporary files, and removed at the end.\n\n\
     A run goes in rounds. When one fails, the command that repeats it is printed. With one thread on an\n\
-    emulated card the repetition is exact (nothing is copied ahead then, since that goes by how fast files\n\
-    are read); with several, each thread does the same again, but how they meet is the machine's affair.\n\n\
+    emulated card the operations and faults are the same again (nothing is copied ahead then, since that goes\n\
+    by how fast files are read), but page-locking goes on beside them, so an injected failure may meet another\n\
+    call; with several, each thread does the same again, but how they meet is the machine's affair.\n\n\
     Device calls are made to fail on emulated cards and behind this project's driver stand-in. On a real\n\
     card nothing is injected.\n\n\
     Exit codes: 0 nothing was wrong, 1 a mismatch, a leak or an error that should not be.")]

@@ -28,9 +28,9 @@ standin() {
     [ -e "$VRAM_PAGER_STANDIN_DIR/libcuda.so.1" ] || .ci/cuda build "$VRAM_PAGER_STANDIN_DIR"
 }
 
-# One run of `vram-pager stress`; adds what it checked to `checked`. The figures go to standard output.
-stress_run() { # standin or emulated, seed, arguments...
-    local where="$1" seed="$2" report
+# One run of `vram-pager stress`; the figures go to standard output.
+stress_report() { # standin or emulated, seed, arguments...
+    local where="$1" seed="$2" said
     shift 2
     local -a settings=()
     if [ "$where" = standin ]; then
@@ -39,20 +39,35 @@ stress_run() { # standin or emulated, seed, arguments...
             VRAM_PAGER_STANDIN_MISUSE=log)
     fi
     # What it says on the way is shown if it fails.
-    report="$(env RUST_LOG=error "${settings[@]}" target/debug/vram-pager stress --json --seed "$seed" "$@" 2>"$log")" || {
-        grep -v '^round ' "$log" >&2 || true
+    said="$(mktemp "$folder/XXXXXX")"
+    env RUST_LOG=error "${settings[@]}" target/debug/vram-pager stress --json --seed "$seed" "$@" 2>"$said" || {
+        grep -v '^round ' "$said" >&2 || true
         fail "stress $* with the seed $seed failed ($where)"
     }
-    checked=$((checked + $(sed 's/.*"checked":\([0-9]*\).*/\1/' <<<"$report")))
-    echo "$report"
 }
 
-# Runs of a few seconds, the next seed each, on one card after the other, until so much was checked.
+# Adds what a run checked to `checked`, and shows its figures.
+stress_add() { # the figures
+    [[ "$1" =~ \"checked\":([0-9]+) ]] || fail "stress gave no figures: $1"
+    checked=$((checked + BASH_REMATCH[1]))
+    echo "$1"
+}
+
+stress_run() { # as stress_report
+    local report
+    report="$(stress_report "$@")"
+    stress_add "$report"
+}
+
+# Runs of a few seconds, the next seed each, on both cards at once, until so much was checked.
 stress_until() { # checked operations, seconds of each run, first seed
-    local wanted="$1" seconds="$2" seed="$3" at=$SECONDS
+    local wanted="$1" seconds="$2" seed="$3" at=$SECONDS other
     while [ "$checked" -le "$wanted" ]; do
+        stress_report standin "$seed" --seconds "$seconds" --threads 4 --models 4 --device cuda:0 >"$folder/standin" &
+        other=$!
         stress_run emulated "$seed" --seconds "$seconds" --threads 4 --models 4
-        stress_run standin "$seed" --seconds "$seconds" --threads 4 --models 4 --device cuda:0
+        wait "$other"
+        stress_add "$(<"$folder/standin")"
         seed=$((seed + 1000))
     done
     echo "stress: $checked checked operations in $((SECONDS - at)) s, nothing wrong, nothing left"
@@ -61,8 +76,8 @@ stress_until() { # checked operations, seconds of each run, first seed
 section_stress() {
     cargo build --quiet --bin vram-pager
     standin
-    log="$(mktemp)"
-    trap 'rm -f "$log"' EXIT
+    folder="$(mktemp -d)"
+    trap 'rm -rf "$folder"' EXIT
     checked=0
     if [ "$short" = 1 ]; then
         stress_until 1000000 10 1

@@ -23,6 +23,19 @@ pub struct Stream {
     id: StreamId,
 }
 
+/// Waits until a wait was made, or the device is lost.
+fn settle(wait: impl Fn() -> Result<(), DeviceError>) -> Result<(), DeviceError> {
+    const TRIES: u32 = 100;
+    let mut answer = wait();
+    for _ in 1..TRIES {
+        match &answer {
+            Err(error) if !error.is_lost() => answer = wait(),
+            _ => break,
+        }
+    }
+    answer
+}
+
 impl Stream {
     /// Creates a stream.
     pub fn new(device: &SharedDevice, priority: StreamPriority) -> Result<Self, DeviceError> {
@@ -72,6 +85,15 @@ impl Stream {
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         // SAFETY: `id` is live as long as this handle.
         unsafe { self.device.wait_stream(self.id) }
+    }
+
+    /// As [`Self::synchronize`], for who goes on whatever the answer. An answer may be an older error that a
+    /// drop left behind, and then nothing was waited for: this asks again.
+    ///
+    /// # Errors
+    /// The device is lost, or it refused very many times; then nobody knows whether the work is done.
+    pub(crate) fn settle(&self) -> Result<(), DeviceError> {
+        settle(|| self.synchronize())
     }
 
     /// Charges compute to the stream on a modelled device.
@@ -211,6 +233,11 @@ impl Fence {
         let event = &self.slot.event;
         // SAFETY: the slot keeps the event alive.
         unsafe { event.device.wait_event(event.id) }
+    }
+
+    /// As [`Self::wait`], for who goes on whatever the answer: see [`Stream::settle`].
+    pub(crate) fn settle(&self) -> Result<(), DeviceError> {
+        settle(|| self.wait())
     }
 
     /// Makes later work of `stream` wait for the point.

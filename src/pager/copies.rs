@@ -181,7 +181,7 @@ fn copy_wanted(
         // Nothing that was enqueued is under way any more, so the source is free as well.
         Err(error) => {
             // The frames keep the fences that they had: an older copy, on another stream, may still run.
-            fence.wait()?;
+            fence.settle()?;
             return Err(error);
         }
     }

@@ -263,11 +263,12 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
     let fence = match control.engine.record(stream) {
         Ok(fence) => Some(fence),
         Err(error) => {
-            // Without a fence only the stream itself can tell; a lost device cannot, and is latched.
-            core.device.defer(error);
-            if let Err(error) = stream.synchronize() {
+            // Without a fence only the stream itself can tell; a lost device cannot, and is latched. Told only
+            // after the wait, which would answer with it otherwise.
+            if let Err(error) = stream.settle() {
                 core.device.defer(error);
             }
+            core.device.defer(error);
             None
         }
     };

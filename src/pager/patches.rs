@@ -274,7 +274,7 @@ pub(crate) fn copy_in<E: From<DeviceError>>(
         // SAFETY: the source lies in the buffer, which outlives the wait below; the target lies in an
         // allocation that the caller owns and nobody uses meanwhile.
         let copied = unsafe { device.copy_to_device(to, buffer.at(0), ModelTime::ZERO, stream.id()) };
-        let waited = stream.synchronize();
+        let waited = stream.settle();
         if waited.as_ref().is_err_and(|error| !error.is_lost()) {
             // Nobody knows whether the copy is done: the buffer waits for a fence, or is never used again.
             match FencePool::new(device).record(stream) {

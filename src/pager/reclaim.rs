@@ -563,13 +563,13 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
     let mut result = Ok(());
-    // Two tries each: what is not waited for here could not be unmapped, and would be lost for good.
+    // What is not waited for here could not be unmapped, and would be lost for good.
     let skips = control.mutated.by(Mutation::CloseWithoutWait);
     let used = if skips { 0 } else { used };
     match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
         Ok(fences) => {
             for fence in fences {
-                result = result.and(fence.wait().or_else(|_| fence.wait()));
+                result = result.and(fence.settle());
             }
         }
         Err(error) => result = Err(error),

@@ -171,7 +171,7 @@ pub(super) fn fault_rows<'m>(
         match control.engine.record(stream) {
             Ok(fence) => buffer.read_until(fence),
             Err(error) => {
-                stream.synchronize()?;
+                stream.settle()?;
                 return Err(error.into());
             }
         }

@@ -160,7 +160,7 @@ impl StreamTable {
             Ok(fence) => Slot::Retired(fence),
             Err(error) => {
                 *place = Slot::Free;
-                stream.synchronize()?;
+                stream.settle()?;
                 return Err(error);
             }
         };

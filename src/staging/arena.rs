@@ -366,7 +366,7 @@ impl Drop for Arena {
         }
         let mut state = self.shared.state.lock();
         for pending in std::mem::take(&mut state.pending) {
-            if let Err(error) = pending.fence.wait() {
+            if let Err(error) = pending.fence.settle() {
                 self.shared.device.defer(error);
             }
         }

@@ -158,15 +158,8 @@ impl Batch<'_> {
         match self.engine.fences.record(&stream) {
             Ok(fence) => Ok(fence),
             Err(error) => {
-                // Without a fence nobody could tell when the buffer is free: wait here. An answer may be an older
-                // error that a drop left behind, and then nothing was waited for: try again.
-                for _ in 0..100 {
-                    match stream.synchronize() {
-                        Ok(()) => break,
-                        Err(lost) if lost.is_lost() => return Err(lost),
-                        Err(_) => {}
-                    }
-                }
+                // Without a fence nobody could tell when the buffer is free: wait here.
+                stream.settle()?;
                 Err(error)
             }
         }

@@ -272,7 +272,7 @@ fn copy(
             Ok(fence)
         }
         Err(error) => {
-            fence.wait()?;
+            fence.settle()?;
             Err(error)
         }
     }

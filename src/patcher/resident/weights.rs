@@ -333,7 +333,7 @@ impl Weights {
             Ok(fence) => note_use(uses, stream, fence),
             Err(error) => {
                 // Without a fence nobody could tell when the memory is free again: wait here, once.
-                if let Err(error) = stream.synchronize() {
+                if let Err(error) = stream.settle() {
                     self.device.defer(error);
                 }
                 self.device.defer(error);
@@ -555,7 +555,7 @@ impl Weights {
                 let from = DeviceRange::new(origin.offset(place.at), place.bytes);
                 // SAFETY: the source lies in the module's allocation; the target lives past the wait below.
                 let copied = unsafe { self.device.copy_to_host(bytes.as_mut_ptr(), from, stream.id()) };
-                let waited = stream.synchronize();
+                let waited = stream.settle();
                 copied?;
                 waited?;
                 backup.push((tensor, bytes));
@@ -573,7 +573,7 @@ impl Weights {
         let enqueued = patch_run(&batch, &target, run);
         let ready = batch.finish()?;
         if enqueued.is_err() {
-            ready.wait()?;
+            ready.settle()?;
         }
         state.modules[unit].ready = Some(ready);
         Ok(enqueued?)
@@ -659,7 +659,7 @@ impl Weights {
         let places = std::mem::take(&mut state.places);
         for place in places.ends {
             for fence in place.ready.iter().chain(place.uses.iter().map(|(_, fence)| fence)) {
-                fence.wait()?;
+                fence.settle()?;
             }
         }
         state.buffer = None;

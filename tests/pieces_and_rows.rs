@@ -8,8 +8,9 @@ mod common;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use common::{Numbers, assert_nothing_left, pager, small_card, small_options, unit_id};
+use common::{Numbers, Watchdog, assert_nothing_left, pager, small_card, small_options, unit_id};
 use safetensors::Dtype;
 use safetensors::tensor::{TensorView, serialize_to_file};
 use vram_pager::device::KernelArg;
@@ -325,6 +326,42 @@ fn a_unit_of_exactly_the_card_is_taken_whole() {
                 assert!(matches!(other, PagerError::Held { .. }), "{other}");
             }
         }
+    }
+    assert_nothing_left(&device);
+}
+
+/// Each of the two has room alone, and both do not: whoever has some of its pieces must not make the other let go
+/// of its own, and be made to in turn, for ever. Counted in bytes, each time little more than a unit.
+#[test]
+fn threads_that_take_cut_units_whole_do_not_undo_each_other() {
+    const FAULTS: u64 = 300;
+    const UNIT: u64 = 640 * KIB;
+    let _watchdog = Watchdog::new(100, "units of several pieces, taken whole");
+    let folder = tempfile::tempdir().unwrap();
+    let shape = vec![640, 1024];
+    let tensors = [("a.weight", shape.clone()), ("b.weight", shape.clone()), ("c.weight", shape)];
+    let index = write(&folder.path().join("m.safetensors"), &tensors, 5);
+    let device = small_card(MIB);
+    {
+        let pager = pager(&device, small_options());
+        let options = ModelOptions { piece_bytes: Some(64 * KIB), ..ModelOptions::default() };
+        let model = pager.open_model(index, &options).unwrap();
+        assert_eq!(model.pieces(unit_id(0)).unwrap(), 10);
+        std::thread::scope(|scope| {
+            for thread in 0..3_u64 {
+                let (pager, model) = (&pager, &model);
+                scope.spawn(move || {
+                    let stream = pager.stream().unwrap();
+                    for number in 0..FAULTS {
+                        let unit = unit_id((thread + number) % 3);
+                        let deadline = Instant::now() + Duration::from_secs(60);
+                        model.fault_when_free(unit, &stream, deadline).unwrap().release();
+                    }
+                });
+            }
+        });
+        let copied = model.counts().copied_bytes;
+        assert!(copied <= 3 * FAULTS * 2 * UNIT, "{copied} bytes for {} of units", 3 * FAULTS * UNIT);
     }
     assert_nothing_left(&device);
 }

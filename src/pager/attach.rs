@@ -82,8 +82,18 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
         return Ok(false);
     };
     // The next copy into the frame must wait for the work that read the old bytes; a ring frame knows it
-    // by its fences, a page's own frame only by the streams that used it.
-    let fences = control.streams.slot_fences(used, &control.engine);
+    // by its fences, a page's own frame only by the streams that used it. Where no fence could be recorded,
+    // that work is waited for here.
+    let fences = match control.streams.slot_fences(used, &control.engine) {
+        Ok(fences) => fences,
+        Err(_) => match control.streams.settle(used) {
+            Ok(()) => Vec::new(),
+            Err(error) => {
+                control.put_page_back(key);
+                return Err(error.into());
+            }
+        },
+    };
     control.set_page_absent(key);
     let Some(model) = control.model_mut(id) else { return Ok(true) };
     no_longer_stale(model, page);
@@ -91,8 +101,7 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
     if frame != NONE {
         let info = control.frames.info_mut(frame);
         info.clear_content();
-        for (slot, fence) in
-            fences?.into_iter().filter(|_| !control.mutated.by(Mutation::RewriteWithoutFence))
+        for (slot, fence) in fences.into_iter().filter(|_| !control.mutated.by(Mutation::RewriteWithoutFence))
         {
             info.used_until(slot, &fence);
         }

@@ -131,6 +131,7 @@ impl Pager {
             looked_at: Padded::default(),
             control: Mutex::new(control),
             changed: Condvar::new(),
+            whole_turn: Mutex::new(()),
         };
         Ok(Arc::new(Self { core: Arc::new(core), _readers: readers }))
     }

@@ -20,7 +20,7 @@ use super::activations::Activations;
 use super::choose::Choices;
 use super::counters::ModelCounts;
 use super::error::PagerError;
-use super::frames::{Frames, NONE, PageKey, Role};
+use super::frames::{FrameInfo, Frames, NONE, PageKey, Role};
 use super::load::Loads;
 use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
@@ -58,6 +58,9 @@ pub(super) struct Core {
     pub(super) control: Mutex<Control>,
     /// Signalled when a load ends and when a streamed span is released.
     pub(super) changed: Condvar,
+    /// Held by the one who waits to take a unit of several pieces whole. Taken before control, by callers that
+    /// hold no guard.
+    pub(super) whole_turn: Mutex<()>,
 }
 
 /// What the control lock protects.
@@ -230,6 +233,17 @@ impl Control {
         frame != NONE && self.frames.info(frame).content == (PageKey { model: id, page })
     }
 
+    /// The account of the frame that holds a page, or will; none if it has none. A page stays mapped to a ring
+    /// frame that was taken for another page: then the frame is not its own.
+    pub(super) fn content_mut(&mut self, id: u32, page: u32) -> Option<&mut FrameInfo> {
+        let frame = self.model(id)?.pages[page as usize].frame;
+        if frame == NONE {
+            return None;
+        }
+        let info = self.frames.info_mut(frame);
+        (info.content == PageKey { model: id, page }).then_some(info)
+    }
+
     /// Pages of all models that have a frame of their own.
     pub(super) fn resident_pages(&self) -> u32 {
         self.models.iter().flatten().map(|model| model.resident).sum()
@@ -262,6 +276,12 @@ impl Control {
         for span in model.layout.spans_of_page(key.page) {
             model.words[span as usize].0.set_state(super::word::SpanState::Absent);
         }
+    }
+
+    /// Makes the spans that touch a page what they were, after [`Self::leave_page`].
+    pub(super) fn put_page_back(&self, key: PageKey) {
+        let Some(model) = self.model(key.model) else { return };
+        word::put_back(model.words.of(model.layout.spans_of_page(key.page)));
     }
 
     /// Whether a guard or another fault holds a span, `except` left out.

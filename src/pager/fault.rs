@@ -119,6 +119,8 @@ fn bring(
     patience: Patience,
     count: &mut Count,
 ) -> Result<(), PagerError> {
+    // What this fault asked for in rounds that failed.
+    let mut asked = Vec::new();
     loop {
         forget_errors(control, id, span);
         let claimed = claim::claim_span(core, control, id, span, patience)?;
@@ -139,12 +141,14 @@ fn bring(
         match span_error(control, id, span) {
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
             // next round asks anew. What this fault asked for itself is its own failure.
-            Some((page, error)) if claimed.missing.contains(&page) => return Err(error),
+            Some((page, error)) if claimed.missing.contains(&page) || asked.contains(&page) => {
+                return Err(error);
+            }
             None if is_present(control, id, span) => {
                 control.missing = claimed.missing;
                 break;
             }
-            Some(_) | None => {}
+            Some(_) | None => asked.extend_from_slice(&claimed.missing),
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };

@@ -165,6 +165,16 @@ impl FrameInfo {
         self.uses.clear();
         Ok(())
     }
+
+    /// As [`Self::wait_quiet`], for who goes on whatever the answer.
+    pub(crate) fn settle(&mut self) -> Result<(), DeviceError> {
+        let mut result = self.arrive.take().map_or(Ok(()), |fence| fence.settle());
+        for (_, fence) in self.uses.iter() {
+            result = result.and(fence.settle());
+        }
+        self.uses.clear();
+        result
+    }
 }
 
 /// All frames that the pager took from a card.

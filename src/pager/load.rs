@@ -21,7 +21,7 @@ use super::ahead::{self, Ahead};
 use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes};
 use super::core::{Control, Core};
 use super::error::PagerError;
-use super::frames::{NONE, PageKey};
+use super::frames::NONE;
 use super::keep;
 pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
 use super::mutations::Mutation;
@@ -281,10 +281,10 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
 
 /// Notes on the frames of pages which load will fill them.
 fn await_load(control: &mut Control, id: u32, first: u32, count: u32, load: u64) {
-    let Control { frames, models, .. } = control;
-    let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
     for page in first..first + count {
-        frames.info_mut(model.pages[page as usize].frame).loading = load;
+        if let Some(info) = control.content_mut(id, page) {
+            info.loading = load;
+        }
     }
 }
 
@@ -382,13 +382,9 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
             let rest = Load { id: number, model, first, count, wanted, ahead, state, available, wanted_at };
             control.loads.queue.insert(place + 1, rest);
             // Those of the rest's pages that wait do so for the new load.
-            let Control { frames, models, .. } = control;
-            if let Some(state) = models.get(model as usize).and_then(Option::as_deref) {
-                for page in first..first + count {
-                    let frame = state.pages[page as usize].frame;
-                    if frame != NONE && frames.info(frame).loading == id {
-                        frames.info_mut(frame).loading = number;
-                    }
+            for page in first..first + count {
+                if let Some(info) = control.content_mut(model, page).filter(|info| info.loading == id) {
+                    info.loading = number;
                 }
             }
             return Ok(Some(buffer));
@@ -486,14 +482,9 @@ pub(super) fn fail_pages(
     error: &PagerError,
 ) {
     for page in pages {
-        let Some(model) = control.models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
-        let frame = model.pages[page as usize].frame;
-        if frame == NONE {
-            continue;
-        }
-        let info = control.frames.info_mut(frame);
-        if info.content == (PageKey { model: id, page }) && info.loading == load {
-            info.clear_content();
+        let Some(info) = control.content_mut(id, page).filter(|info| info.loading == load) else { continue };
+        info.clear_content();
+        if let Some(model) = control.model_mut(id) {
             model.errors.insert(page, error.clone());
         }
     }
@@ -573,3 +564,7 @@ impl ReadJob for PageRead {
 #[cfg(all(test, loom))]
 #[path = "load_models.rs"]
 mod models;
+
+#[cfg(all(test, not(loom)))]
+#[path = "load_tests.rs"]
+mod tests;

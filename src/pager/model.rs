@@ -178,7 +178,7 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, |patience| {
+        self.when_free(deadline, self.pieces(unit)?, |patience| {
             Ok(Guard::new(self, stream, self.pin_unit(unit, stream, None, patience)?))
         })
     }
@@ -207,7 +207,7 @@ impl PagedModel {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.when_free(deadline, |patience| {
+        self.when_free(deadline, 1, |patience| {
             Ok(Guard::new(self, stream, self.pin_piece(unit, piece, stream, None, patience)?))
         })
     }
@@ -407,16 +407,22 @@ impl PagedModel {
         Ok(Pinned::new(unit, span..span + 1, streamed))
     }
 
+    /// Tries `fault` until it finds what it needs free. One that takes several pieces lets go of those that it
+    /// has when it is refused the next; two of them could undo each other for ever, so they take turns.
     pub(super) fn when_free<T>(
         &self,
         deadline: Instant,
+        pieces: u32,
         mut fault: impl FnMut(Patience) -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
         let began = Instant::now();
         let (mut seen, mut seen_at) = (0, began);
+        let mut turn = None;
         loop {
-            // A guard that is held for long must not stop a fault that could go another way.
-            let patience = if seen_at.elapsed() < PATIENCE { Patience::MayWait } else { Patience::None };
+            // A guard that is held for long must not stop a fault that could go another way; nor must the pieces
+            // of its own that one has which has the turn.
+            let patient = turn.is_none() && seen_at.elapsed() < PATIENCE;
+            let patience = if patient { Patience::MayWait } else { Patience::None };
             let held = match fault(patience) {
                 Err(error) if error.is_held() => error,
                 other => return other,
@@ -427,6 +433,11 @@ impl PagedModel {
                     waited_ms: u64::try_from((now - began).as_millis()).unwrap_or(u64::MAX),
                     last: Box::new(held),
                 });
+            }
+            if pieces > 1 && turn.is_none() {
+                // If the deadline passes first, the next refusal says so.
+                turn = self.core().whole_turn.try_lock_until(deadline);
+                continue;
             }
             // The release of a resident unit signals nobody, since it takes no lock: look again soon.
             let mut control = self.core().control.lock();

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use safetensors::tensor::{TensorView, serialize_to_file};
 
 use super::{Mutated, Mutation};
-use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
+use crate::device::emulated::{CallKind, EmulatedDevice, EmulatedOptions, Fault};
 use crate::device::{FloatType, SharedDevice};
 use crate::pager::{
     Factor, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PatchSet, TensorPatch, Verifier,
@@ -87,6 +87,14 @@ impl Told {
     }
 }
 
+/// Faults, and once more if that failed, as a runner would.
+fn fault_again<'g>(
+    told: &mut Told,
+    fault: impl Fn() -> Result<crate::pager::Guard<'g>, PagerError>,
+) -> Option<crate::pager::Guard<'g>> {
+    told.note(fault()).or_else(|| told.note(fault()))
+}
+
 /// A run that goes through every wait of the pager without waiting for any kernel itself. Answers what a runner
 /// is told: errors and wrong checksums. Once the driver refuses a launch the card is lost, and the run ends.
 fn script(device: &SharedDevice, mutation: Option<Mutation>) -> Vec<String> {
@@ -118,7 +126,7 @@ fn attempt(device: &SharedDevice, mutation: Option<Mutation>, told: &mut Told) -
     // The second stream faults what is still on its way for the first.
     for unit in (0..3).map(UnitId) {
         for (stream, check) in [(&one, &mut by_one), (&two, &mut by_two)] {
-            if let Some(guard) = told.note(small.fault(unit, stream)) {
+            if let Some(guard) = fault_again(told, || small.fault(unit, stream)) {
                 told.note(check.tensors(&guard.tensors()));
             }
         }
@@ -126,7 +134,7 @@ fn attempt(device: &SharedDevice, mutation: Option<Mutation>, told: &mut Told) -
     // Taken from under kernels that may still run.
     told.note(small.unload(u64::MAX));
     for unit in (0..3).map(UnitId) {
-        if let Some(guard) = told.note(small.fault(unit, &one)) {
+        if let Some(guard) = fault_again(told, || small.fault(unit, &one)) {
             told.note(by_one.tensors(&guard.tensors()));
         }
     }
@@ -136,7 +144,7 @@ fn attempt(device: &SharedDevice, mutation: Option<Mutation>, told: &mut Told) -
     let mut by_patched = patched.begin(&one)?;
     let model = small.patched(&set);
     for unit in (0..3).map(UnitId) {
-        if let Some(guard) = told.note(model.fault(unit, &one)) {
+        if let Some(guard) = fault_again(told, || model.fault(unit, &one)) {
             told.note(by_patched.tensors(&guard.tensors()));
         }
     }
@@ -148,7 +156,7 @@ fn attempt(device: &SharedDevice, mutation: Option<Mutation>, told: &mut Told) -
     let mut by_large = of_large.begin(&one)?;
     for _ in 0..3 {
         for unit in (0..7).map(UnitId) {
-            if let Some(guard) = told.note(large.fault(unit, &one)) {
+            if let Some(guard) = fault_again(told, || large.fault(unit, &one)) {
                 told.note(by_large.tensors(&guard.tensors()));
             }
         }
@@ -173,10 +181,14 @@ struct Report {
     told: Vec<String>,
 }
 
-fn on_emulated(mutation: Option<Mutation>) -> Report {
+fn card() -> Arc<EmulatedDevice> {
     let mut options = EmulatedOptions::new(CARD);
     (options.page_bytes, options.link, options.watch) = (PAGE, Rate(1_000_000_000), true);
-    let card = EmulatedDevice::open(options).unwrap();
+    EmulatedDevice::open(options).unwrap()
+}
+
+fn on_emulated(mutation: Option<Mutation>) -> Report {
+    let card = card();
     card.keep_sites(true);
     let device: SharedDevice = Arc::clone(&card) as _;
     let told = script(&device, mutation);
@@ -234,6 +246,57 @@ fn without_a_mistake_nothing_is_caught() {
         assert_eq!((report.caught, report.told), (Vec::new(), Vec::new()));
     }
 }
+
+/// Every call of the device fails in turn, once and from then on: the run goes on, and whatever it does then
+/// still comes after the work that used the memory before. `VRAM_PAGER_LONG` leaves none of a thousand queries
+/// out.
+#[test]
+fn no_wait_is_lost_where_a_call_fails() {
+    let all = std::env::var_os("VRAM_PAGER_LONG").is_some();
+    let mut runs = 0;
+    for &kind in CallKind::ALL {
+        for lasting in [false, true] {
+            // A card that goes on refusing to say whether work is done is a lost one.
+            if lasting && !TAKING.contains(&kind) {
+                continue;
+            }
+            let mut nth = 0;
+            loop {
+                // The first calls one by one, then some.
+                nth += if nth < 40 || all { 1 } else { 11 };
+                let fault = if lasting { Fault::from_then_on(kind, nth) } else { Fault::once(kind, nth) };
+                let card = card();
+                card.inject(fault);
+                let told = script(&(Arc::clone(&card) as SharedDevice), None);
+                let fired = card.faults_fired();
+                let caught = card.take_caught();
+                assert!(
+                    caught.is_empty(),
+                    "{kind:?} number {nth}, lasting {lasting}: {caught:?}, told {told:?}"
+                );
+                let wrong: Vec<_> = told.iter().filter(|told| told.starts_with("checksum")).collect();
+                assert!(wrong.is_empty(), "{kind:?} number {nth}, lasting {lasting}: {wrong:?}");
+                runs += 1;
+                if fired == 0 || lasting && nth > 20 {
+                    break;
+                }
+            }
+        }
+    }
+    assert!(runs > 300, "{runs} runs");
+}
+
+/// Calls that take something, and so may go on failing without anything being lost.
+const TAKING: &[CallKind] = &[
+    CallKind::CreateFrame,
+    CallKind::Map,
+    CallKind::SetAccess,
+    CallKind::CreateEvent,
+    CallKind::Record,
+    CallKind::CopyToDevice,
+    CallKind::PoolAllocate,
+    CallKind::Launch,
+];
 
 const KERNEL: &str = "src/pager/verify.rs:";
 const COPY: &str = "src/transfer/engine.rs:";

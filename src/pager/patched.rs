@@ -44,7 +44,7 @@ impl<'m> PatchedModel<'m> {
         stream: &'m PagerStream,
         deadline: Instant,
     ) -> Result<Guard<'m>, PagerError> {
-        self.model.when_free(deadline, |patience| {
+        self.model.when_free(deadline, self.model.pieces(unit)?, |patience| {
             let pinned = self.model.pin_unit(unit, stream, Some(self.set), patience)?;
             Ok(Guard::new(self.model, stream, pinned))
         })
@@ -120,7 +120,7 @@ impl PagedModel {
         deadline: Instant,
         mut fault: impl FnMut() -> Result<T, PagerError>,
     ) -> Result<T, PagerError> {
-        self.when_free(deadline, |_| fault())
+        self.when_free(deadline, 1, |_| fault())
     }
 
     /// As [`PagedModel::fault_owned`], with patches.

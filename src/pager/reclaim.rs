@@ -559,28 +559,19 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
         return plain::close_model(control, id);
     }
     control.loads.cancel(id);
-    let Control { frames, models, engine, streams, .. } = control;
+    let Control { frames, models, streams, .. } = control;
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
-    let mut result = Ok(());
     // What is not waited for here could not be unmapped, and would be lost for good.
     let skips = control.mutated.by(Mutation::CloseWithoutWait);
-    let used = if skips { 0 } else { used };
-    match streams.fences(used, engine).or_else(|_| streams.fences(used, engine)) {
-        Ok(fences) => {
-            for fence in fences {
-                result = result.and(fence.settle());
-            }
-        }
-        Err(error) => result = Err(error),
-    }
+    let mut result = streams.settle(if skips { 0 } else { used });
     for (page, entry) in (0..).zip(&model.pages) {
         if entry.frame == NONE {
             continue;
         }
         let info = frames.info_mut(entry.frame);
         if !skips {
-            result = result.and(info.wait_quiet().or_else(|_| info.wait_quiet()));
+            result = result.and(info.settle());
         }
         info.mapped -= 1;
         if info.content == (PageKey { model: id, page }) {

@@ -178,6 +178,23 @@ impl StreamTable {
         })
     }
 
+    /// Waits for all that the streams of `bits` have been given, for who goes on whatever the answer: it takes
+    /// no event, so that it also serves where none could be recorded.
+    pub(super) fn settle(&self, bits: u64) -> Result<(), DeviceError> {
+        let mut result = Ok(());
+        for (number, slot) in (0_u8..).zip(&self.slots) {
+            if bits >> number & 1 == 0 {
+                continue;
+            }
+            result = result.and(match slot {
+                Slot::Free => Ok(()),
+                Slot::Used(stream) | Slot::Captured(stream) => stream.settle(),
+                Slot::Retired(fence) => fence.settle(),
+            });
+        }
+        result
+    }
+
     /// Fences at the points that the streams of `bits` have been given work up to.
     pub(super) fn fences(&self, bits: u64, engine: &CopyEngine) -> Result<Vec<Fence>, DeviceError> {
         Ok(self.slot_fences(bits, engine)?.into_iter().map(|(_, fence)| fence).collect())

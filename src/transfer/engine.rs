@@ -56,9 +56,13 @@ impl CopyEngine {
         self.streams.len() == 1
     }
 
-    /// Waits for all copies so far.
+    /// Waits for all copies so far, for who goes on whatever the answer.
     pub fn drain(&self) -> Result<(), DeviceError> {
-        self.streams.iter().try_for_each(|stream| stream.synchronize())
+        let mut result = Ok(());
+        for stream in &self.streams {
+            result = result.and(stream.settle());
+        }
+        result
     }
 }
 

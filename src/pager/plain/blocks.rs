@@ -432,8 +432,18 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
         word.set_stale(true);
         return Ok(false);
     }
-    // The next copy into the block must wait for the work that read the old bytes.
-    let fences = streams.slot_fences(word.used(), engine);
+    // The next copy into the block must wait for the work that read the old bytes. Where no fence could be
+    // recorded, that work is waited for here.
+    let fences = match streams.slot_fences(word.used(), engine) {
+        Ok(fences) => fences,
+        Err(_) => match streams.settle(word.used()) {
+            Ok(()) => Vec::new(),
+            Err(error) => {
+                word.set_state(SpanState::Arriving);
+                return Err(error.into());
+            }
+        },
+    };
     word.set_state(SpanState::Absent);
     word.set_stale(false);
     model.stale.remove(&span);
@@ -441,7 +451,7 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
     if block.info.role == Role::Ring {
         own.places[span as usize] = NONE;
     }
-    for (slot, fence) in fences? {
+    for (slot, fence) in fences {
         block.info.used_until(slot, &fence);
     }
     Ok(true)
@@ -449,18 +459,16 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
 
 /// Waits for everything that uses a model's blocks and frees them. Nobody faults the model any more.
 pub(in crate::pager) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceError> {
-    let Control { plain, models, engine, streams, .. } = control;
+    let Control { plain, models, streams, .. } = control;
     let Some(plain) = plain else { return Ok(()) };
     let Some(model) = models.get_mut(id as usize).and_then(Option::take) else { return Ok(()) };
     let used = model.words.iter().fold(0, |used, word| used | word.0.used());
-    let mut result = streams
-        .fences(used, engine)
-        .and_then(|fences| fences.iter().try_for_each(crate::device::Fence::wait));
+    let mut result = streams.settle(used);
     for place in &mut plain.blocks {
         if place.as_ref().is_some_and(|block| block.model == id)
             && let Some(mut block) = place.take()
         {
-            result = result.and(block.info.wait_quiet());
+            result = result.and(block.info.settle());
             plain.held -= block.bytes;
         }
     }

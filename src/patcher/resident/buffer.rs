@@ -22,6 +22,17 @@ pub(super) struct Place {
     pub(super) uses: Vec<(u64, Fence)>,
 }
 
+impl Place {
+    /// Notes that what was to come here did not, and what its copy would have waited for: the next one must.
+    pub(super) fn give_up(&mut self, waits: Vec<Fence>) {
+        self.content = None;
+        self.uses.extend(waits.into_iter().map(|fence| (NO_STREAM, fence)));
+    }
+}
+
+/// The number of no stream.
+const NO_STREAM: u64 = u64::MAX;
+
 /// The two places.
 #[derive(Debug, Default)]
 pub(super) struct Places {

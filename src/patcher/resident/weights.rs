@@ -506,10 +506,12 @@ impl Weights {
         }
         let start = state.memory.address(self.offsets[unit]);
         let restores = !module.backup.is_empty();
-        let waits = take_fences(&mut state.modules[unit]);
+        // Forgotten only once something that came after them is noted: a failure on the way must not lose them.
+        let waits = fences_of(&state.modules[unit]);
         if restores {
             waits.iter().try_for_each(Fence::wait)?;
             self.restore(state, unit, start)?;
+            state.modules[unit].ready = None;
         }
         let raw = state.modules[unit].version == 0;
         if raw || restores {
@@ -527,6 +529,7 @@ impl Weights {
             }
         }
         state.modules[unit].version = version;
+        state.modules[unit].uses.clear();
         Ok(())
     }
 
@@ -648,7 +651,7 @@ impl Weights {
                 Ok((slot.end, start))
             }
             Err(error) => {
-                state.places.ends[slot.end].content = None;
+                state.places.ends[slot.end].give_up(waits);
                 Err(error)
             }
         }
@@ -783,10 +786,12 @@ impl Weights {
             if state.modules[unit].pins > 0 {
                 continue;
             }
-            for fence in take_fences(&mut state.modules[unit]) {
+            for fence in fences_of(&state.modules[unit]) {
                 fence.wait()?;
             }
             let module = &mut state.modules[unit];
+            module.ready = None;
+            module.uses.clear();
             module.loaded = false;
             module.version = 0;
             module.backup.clear();
@@ -876,8 +881,14 @@ impl State {
 
     /// Notes that work on `stream` so far uses a module.
     pub(super) fn note(&mut self, unit: usize, stream: &Stream) -> Result<(), DeviceError> {
-        let fence = self.engine.record(stream)?;
-        note_use(&mut self.modules[unit].uses, stream, fence);
+        match self.engine.record(stream) {
+            Ok(fence) => note_use(&mut self.modules[unit].uses, stream, fence),
+            Err(error) => {
+                // Without a fence nobody could tell when the memory is free again: wait here, once.
+                stream.settle()?;
+                return Err(error);
+            }
+        }
         Ok(())
     }
 }
@@ -940,7 +951,6 @@ fn note_use(uses: &mut Vec<(u64, Fence)>, stream: &Stream, fence: Fence) {
 }
 
 /// What must have passed before a module's bytes may change or go.
-fn take_fences(module: &mut Module) -> Vec<Fence> {
-    let uses = std::mem::take(&mut module.uses).into_iter().map(|(_, fence)| fence);
-    uses.chain(module.ready.take()).collect()
+fn fences_of(module: &Module) -> Vec<Fence> {
+    module.uses.iter().map(|(_, fence)| fence).chain(&module.ready).cloned().collect()
 }

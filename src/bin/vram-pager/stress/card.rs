@@ -135,6 +135,13 @@ impl Card {
         Ok(card)
     }
 
+    /// From now on a misuse of memory names the calls of both sides, where the card can tell.
+    pub(super) fn keep_sites(&self) {
+        if let Hooks::Emulated(card) = &self.hooks {
+            card.keep_sites(true);
+        }
+    }
+
     /// Another process holds `bytes` from now on.
     pub(super) fn set_others(&self, bytes: u64) {
         self.others.store(bytes, Ordering::Relaxed);

@@ -108,6 +108,10 @@ pub(crate) struct Args {
     /// Let no device call fail
     #[arg(long)]
     no_faults: bool,
+
+    /// Where two uses of memory are not ordered, name both by file and line (emulated cards; several times slower)
+    #[arg(long)]
+    sites: bool,
 }
 
 fn parse_times(text: &str) -> Result<f64, String> {
@@ -152,7 +156,13 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
         .map(|number| Kind::make(args.models.into(), number, sizes, &reference))
         .collect::<Result<Vec<_>, _>>()?;
     let counts = Arc::new(Counts::default());
-    let mut setup = Setup { device, seed: args.seed, inject: !args.no_faults, exact: args.threads == 1 };
+    let mut setup = Setup {
+        device,
+        seed: args.seed,
+        inject: !args.no_faults,
+        exact: args.threads == 1,
+        sites: args.sites,
+    };
     let deadline = began + Duration::from_secs(args.seconds);
     let operations = args.operations.unwrap_or(ROUND);
     let outcome = loop {

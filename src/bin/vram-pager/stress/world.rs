@@ -114,6 +114,8 @@ pub(super) struct Setup {
     pub(super) inject: bool,
     /// Whether the round must repeat exactly: without prefetch, which goes by how fast readers are.
     pub(super) exact: bool,
+    /// Whether a misuse of memory names its calls.
+    pub(super) sites: bool,
 }
 
 /// A round.
@@ -158,6 +160,11 @@ impl ProcessFigures {
         let entries = |path: &str| fs::read_dir(path).map_or(0, Iterator::count);
         Self { files: entries("/proc/self/fd"), threads: entries("/proc/self/task") }
     }
+
+    /// Whether there is more than `before`. There may be less: a thread that was joined is listed for a moment.
+    fn exceeds(self, before: Self) -> bool {
+        self.files > before.files || self.threads > before.threads
+    }
 }
 
 impl<'k> World<'k> {
@@ -167,6 +174,9 @@ impl<'k> World<'k> {
         let mut numbers = Numbers::new(setup.seed, 0x0000_B0A2_D000);
         let process = ProcessFigures::now();
         let card = Card::open(&setup.device)?;
+        if setup.sites {
+            card.keep_sites();
+        }
         card.set_others(0);
         let info = card.device.info();
         let (page_bytes, total) = (info.granularity, info.total_bytes);
@@ -291,11 +301,11 @@ impl<'k> World<'k> {
         // A thread that was joined is still listed for a moment.
         let patience = Instant::now() + Duration::from_secs(2);
         let mut process = ProcessFigures::now();
-        while process != before.process && Instant::now() < patience {
+        while process.exceeds(before.process) && Instant::now() < patience {
             std::thread::sleep(Duration::from_millis(1));
             process = ProcessFigures::now();
         }
-        if process != before.process {
+        if process.exceeds(before.process) {
             left.push(format!("{process:?}, before {:?}", before.process));
         }
         counts.leaks.fetch_add(left.len() as u64, Ordering::Relaxed);

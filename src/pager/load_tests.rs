@@ -1,0 +1,86 @@
+//! Loads whose pages lie in ring frames that other pages of the same load are mapped to as well.
+
+use std::sync::Arc;
+
+use safetensors::Dtype;
+use safetensors::tensor::{TensorView, serialize_to_file};
+
+use super::pump;
+use crate::device;
+use crate::pager::frames::NONE;
+use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
+use crate::units::KIB;
+use crate::weights::{TensorIndex, UnitId};
+
+const PAGE: u64 = 4 * KIB;
+
+/// Half of a load that found no buffer becomes a load of its own. Its pages are still mapped to ring frames that
+/// hold pages of the first half by now: those must go on waiting for the first.
+#[test]
+fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
+    const UNITS: usize = 24;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.safetensors");
+    let bytes = vec![7; 4096];
+    let tensors = (0..UNITS).map(|unit| {
+        (format!("blocks.{unit:02}.weight"), TensorView::new(Dtype::U8, vec![4096], &bytes).unwrap())
+    });
+    serialize_to_file(tensors, None, &path).unwrap();
+    let device = device::open("emulated:48KiB,page=4KiB").unwrap();
+    let options = PagerOptions {
+        headroom_bytes: Some(0),
+        page_locked_bytes: Some(0),
+        ring: RingSize::Pages(4),
+        chunk_bytes: 16 * PAGE,
+        read_ahead_bytes: 0,
+        prefetch_loads: 0,
+        ..PagerOptions::default()
+    };
+    let pager = Pager::new(&device, options).unwrap();
+    let model =
+        pager.open_model(Arc::new(TensorIndex::open(&path).unwrap()), &ModelOptions::default()).unwrap();
+    let stream = pager.stream().unwrap();
+    // Two passes, and a part of a third: the ring holds pages of its middle.
+    for unit in (0..UNITS).cycle().take(2 * UNITS + UNITS / 2) {
+        model.fault(UnitId(u32::try_from(unit).unwrap()), &stream).unwrap().release();
+    }
+    let (core, id) = (model.core(), model.id());
+    let mut buffers = Vec::new();
+    while let Some(buffer) = core.arena.take(1).unwrap() {
+        buffers.push(buffer);
+    }
+    let mut tried = 0;
+    let frames: Vec<u32> = core.control.lock().frames.ring.clone();
+    for frame in frames.into_iter().filter(|&frame| frame != NONE) {
+        let mut control = core.control.lock();
+        let held = control.frames.info(frame).content.page;
+        let state = control.model(id).unwrap();
+        // The nearest page behind the one that the frame holds which is mapped to it, too.
+        let later = (held + 1..).zip(&state.pages[held as usize + 1..]);
+        let Some(last) = later.filter(|(_, page)| page.frame == frame).map(|(page, _)| page).next() else {
+            continue;
+        };
+        let count = last + 1 - held;
+        if count > core.chunk_pages {
+            continue;
+        }
+        tried += 1;
+        let load = control.loads.ask(id, held, count);
+        control.content_mut(id, held).unwrap().loading = load;
+        // Room for the first half alone.
+        buffers.truncate(buffers.len() - count as usize / 2);
+        pump(core, &mut control);
+        assert_eq!(control.content_mut(id, held).unwrap().loading, load, "page {held} of {held}..={last}");
+        while control.loads.outstanding() > 0 {
+            core.changed.wait(&mut control);
+            pump(core, &mut control);
+        }
+        assert_eq!(control.content_mut(id, held).unwrap().loading, 0);
+        drop(control);
+        core.device.synchronize().unwrap();
+        while let Some(buffer) = core.arena.take(1).unwrap() {
+            buffers.push(buffer);
+        }
+    }
+    assert!(tried > 0, "no frame of the ring is shared by neighbours");
+}

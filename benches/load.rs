@@ -6,6 +6,8 @@
 //! - `bare`: threads read pieces into page-locked buffers and enqueue their copies, with no pager: as much as
 //!   file and card give. As many threads, and pieces as large, as the pager has. The limit is 90 % of its
 //!   rate.
+//! - `mapping`: the same, and each piece's pages are mapped before it is read, as a pager must: what they gave
+//!   their memory up for is over. On an emulated card a mapping costs host time that a card's does not.
 //! - `pager`: every unit is faulted once, in order, and the stream waited for.
 //! - `map`: the same, copied from a mapping of the file.
 //! - `plain`: the crate `safetensors` over a mapped file, and a copy of each tensor.
@@ -35,6 +37,7 @@ use std::time::{Duration, Instant};
 use common::models::{header, synthetic};
 use common::table::{Args, Report, Row};
 use common::{Numbers, Outcome};
+use parking_lot::Mutex;
 use safetensors::SafeTensors;
 use serde::Serialize;
 use vram_pager::device::emulated::{EmulatedDevice, EmulatedOptions};
@@ -42,13 +45,13 @@ use vram_pager::device::{
     AddressRange, Fence, FencePool, FrameSet, HostBlock, SharedDevice, Stream, StreamPriority,
 };
 use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions, WeightSource};
-use vram_pager::units::{DeviceRange, ModelTime};
+use vram_pager::units::{DeviceAddress, DeviceRange, ModelTime};
 use vram_pager::weights::{TensorIndex, UnitId};
 
 const PAGE: u64 = 2 << 20;
 /// Buffers of a reader: one is read into while the other's copy runs.
 const BUFFERS: u64 = 2;
-const WAYS: [&str; 4] = ["bare", "pager", "map", "plain"];
+const WAYS: [&str; 5] = ["bare", "pager", "map", "plain", "mapping"];
 
 #[derive(Serialize)]
 struct Load {
@@ -60,7 +63,9 @@ struct Load {
     pager: f64,
     map: f64,
     plain: f64,
+    mapping: f64,
     pager_per_bare: f64,
+    pager_per_mapping: f64,
     pager_per_plain: f64,
     /// Of the pager's copies.
     mean_copy_bytes: u64,
@@ -72,10 +77,12 @@ impl Row for Load {
         ("memory", 6),
         ("MiB", 6),
         ("bare GB/s", 9),
+        ("mapping GB/s", 12),
         ("pager GB/s", 10),
         ("map GB/s", 9),
         ("plain GB/s", 10),
         ("pager/bare", 10),
+        ("pager/mapping", 13),
         ("pager/plain", 11),
         ("copy MiB", 8),
     ];
@@ -87,10 +94,12 @@ impl Row for Load {
             self.memory.to_owned(),
             (self.bytes >> 20).to_string(),
             format!("{:.3}", self.bare / 1e9),
+            format!("{:.3}", self.mapping / 1e9),
             format!("{:.3}", self.pager / 1e9),
             format!("{:.3}", self.map / 1e9),
             format!("{:.3}", self.plain / 1e9),
             format!("{:.3}", self.pager_per_bare),
+            format!("{:.3}", self.pager_per_mapping),
             format!("{:.3}", self.pager_per_plain),
             format!("{:.1}", self.mean_copy_bytes as f64 / f64::from(1 << 20)),
         ]
@@ -193,7 +202,7 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
             prepare(&setting.path, cold)?;
             let device = if again && round > 0 { None } else { Some(card(setting.bytes)?) };
             if let Some(way) = &mut ways[number] {
-                way.empty();
+                way.empty()?;
             }
             let counted = match &ways[number] {
                 Some(Way::Pager { pager, .. }) if again => Some(pager.device().counts()),
@@ -219,7 +228,7 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
             }
         }
     }
-    let [bare, pager, map, plain] = best.map(|time| setting.bytes as f64 / time.as_secs_f64());
+    let [bare, pager, map, plain, mapping] = best.map(|time| setting.bytes as f64 / time.as_secs_f64());
     Ok(Load {
         file: "",
         memory: "",
@@ -228,7 +237,9 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
         pager,
         map,
         plain,
+        mapping,
         pager_per_bare: pager / bare,
+        pager_per_mapping: pager / mapping,
         pager_per_plain: pager / plain,
         mean_copy_bytes,
     })
@@ -246,7 +257,8 @@ impl Way {
         let index = Arc::clone(&setting.index);
         let options = setting.options.clone();
         Ok(match way {
-            "bare" => Self::Bare(Box::new(Bare::new(device, setting)?)),
+            "bare" => Self::Bare(Box::new(Bare::new(device, setting, false)?)),
+            "mapping" => Self::Bare(Box::new(Bare::new(device, setting, true)?)),
             "pager" => Self::Pager { pager: Pager::new(device, options)?, index, model: None },
             "map" => {
                 // SAFETY: the bench's own file, which nobody changes.
@@ -255,7 +267,7 @@ impl Way {
                 Self::Pager { pager: Pager::new(device, options)?, index, model: None }
             }
             _ => Self::Plain {
-                target: Target::new(device, setting.bytes)?,
+                target: Target::new(device, setting.bytes, true)?,
                 stream: Stream::new(device, StreamPriority::Normal)?,
                 file: File::open(&setting.path)?,
             },
@@ -263,10 +275,13 @@ impl Way {
     }
 
     /// Forgets the model; frames and buffers stay.
-    fn empty(&mut self) {
-        if let Self::Pager { model, .. } = self {
-            *model = None;
+    fn empty(&mut self) -> Outcome {
+        match self {
+            Self::Pager { model, .. } => *model = None,
+            Self::Bare(bare) if bare.maps => bare.target.unmap()?,
+            Self::Bare(_) | Self::Plain { .. } => {}
         }
+        Ok(())
     }
 
     fn once(&mut self) -> Outcome {
@@ -285,7 +300,7 @@ impl Way {
                 // SAFETY: the bench's own file, which nobody changes.
                 let mapped = unsafe { memmap2::Mmap::map(&*file)? };
                 let tensors = SafeTensors::deserialize(&mapped)?;
-                let mut at = target.range.range().start;
+                let mut at = target.start();
                 for (_, tensor) in tensors.iter() {
                     let data = tensor.data();
                     let to = DeviceRange::new(at, data.len() as u64);
@@ -305,21 +320,44 @@ impl Way {
 /// Memory on the card for the whole file.
 struct Target {
     device: SharedDevice,
-    range: AddressRange,
-    _frames: FrameSet,
+    range: Mutex<AddressRange>,
+    frames: FrameSet,
+    /// By page.
+    numbers: Vec<u32>,
 }
 
 impl Target {
-    fn new(device: &SharedDevice, bytes: u64) -> Outcome<Self> {
+    fn new(device: &SharedDevice, bytes: u64, mapped: bool) -> Outcome<Self> {
         let pages = u32::try_from(bytes.div_ceil(PAGE))?;
         let mut frames = FrameSet::new(device, PAGE);
-        let mut range = AddressRange::reserve(device, pages as usize, PAGE)?;
-        for page in 0..pages {
-            let frame = frames.create()?;
-            range.map(page, &frames, frame)?;
+        let range = Mutex::new(AddressRange::reserve(device, pages as usize, PAGE)?);
+        let numbers = (0..pages).map(|_| frames.create()).collect::<Result<_, _>>()?;
+        let target = Self { device: Arc::clone(device), range, frames, numbers };
+        if mapped {
+            target.map(0..pages)?;
         }
-        range.set_access(0, pages)?;
-        Ok(Self { device: Arc::clone(device), range, _frames: frames })
+        Ok(target)
+    }
+
+    fn start(&self) -> DeviceAddress {
+        self.range.lock().range().start
+    }
+
+    fn map(&self, pages: std::ops::Range<u32>) -> Outcome {
+        let mut range = self.range.lock();
+        for page in pages.clone() {
+            range.map(page, &self.frames, self.numbers[page as usize])?;
+        }
+        Ok(range.set_access(pages.start, pages.end - pages.start)?)
+    }
+
+    fn unmap(&self) -> Outcome {
+        let mut range = self.range.lock();
+        for page in (0..).take(self.numbers.len()) {
+            // SAFETY: every reader has waited for its copies.
+            unsafe { range.unmap(page)? };
+        }
+        Ok(())
     }
 }
 
@@ -331,10 +369,12 @@ struct Bare {
     chunk: u64,
     readers: Vec<(HostBlock, Stream)>,
     fences: FencePool,
+    /// Whether each piece's pages are mapped first.
+    maps: bool,
 }
 
 impl Bare {
-    fn new(device: &SharedDevice, setting: &Setting) -> Outcome<Self> {
+    fn new(device: &SharedDevice, setting: &Setting, maps: bool) -> Outcome<Self> {
         let chunk = setting.options.chunk_bytes;
         let mut readers = Vec::new();
         for _ in 0..setting.options.readers {
@@ -343,12 +383,13 @@ impl Bare {
             readers.push((block, Stream::new(device, StreamPriority::Normal)?));
         }
         Ok(Self {
-            target: Target::new(device, setting.bytes)?,
+            target: Target::new(device, setting.bytes, !maps)?,
             file: File::open(&setting.path)?,
             bytes: setting.bytes,
             chunk,
             readers,
             fences: FencePool::new(device),
+            maps,
         })
     }
 
@@ -380,12 +421,16 @@ impl Bare {
                 fence.wait()?;
             }
             let length = usize::try_from(self.chunk.min(self.bytes - at))?;
+            if self.maps {
+                let pages = at / PAGE..(at + length as u64).div_ceil(PAGE);
+                self.target.map(u32::try_from(pages.start)?..u32::try_from(pages.end)?)?;
+            }
             // SAFETY: the slot lies in this reader's block, and the copy that read it last is done.
             let buffer = unsafe {
                 std::slice::from_raw_parts_mut(block.start().add(slot * usize::try_from(self.chunk)?), length)
             };
             self.file.read_exact_at(buffer, at)?;
-            let to = DeviceRange::new(self.target.range.range().start.offset(at), length as u64);
+            let to = DeviceRange::new(self.target.start().offset(at), length as u64);
             // SAFETY: the buffer is left alone until the fence below; the target is mapped and accessible.
             unsafe {
                 self.target.device.copy_to_device(to, buffer.as_ptr(), ModelTime::ZERO, stream.id())?;

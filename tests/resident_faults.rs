@@ -99,6 +99,8 @@ fn script(device: &SharedDevice, file: &ModelFile, told: &mut Told) -> Result<()
         }
         told.again(|| model.detach(false));
     }
+    // The last one closes the model under its kernels.
+    drop((plain, patched));
     for check in checks.iter_mut().flatten() {
         if let Some(mismatches) = told.note(check.finish()) {
             told.0.extend(mismatches.iter().map(|mismatch| format!("checksum: {mismatch:?}")));

@@ -895,7 +895,21 @@ impl State {
 
 impl Drop for Weights {
     fn drop(&mut self) {
-        // Guards borrow the weights, so none is left; the work that they were for may be.
+        // Guards borrow the weights, so none is left; the work that they were for may be. It is waited for first,
+        // since everything goes, whatever fails on the way.
+        let state = self.state.get_mut();
+        let places = state.places.ends.iter().flat_map(|place| {
+            place.uses.iter().map(|(_, fence)| fence).chain(&place.ready).cloned().collect::<Vec<_>>()
+        });
+        let fences = state.modules.iter().flat_map(fences_of).chain(places);
+        for fence in fences {
+            if let Err(error) = fence.settle() {
+                self.device.defer(error);
+            }
+        }
+        if let Err(error) = state.engine.drain() {
+            self.device.defer(error);
+        }
         if let Err(error) = self.detach() {
             self.device.defer(match error {
                 ResidentError::Device(error) => error,

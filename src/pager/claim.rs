@@ -185,7 +185,9 @@ fn place(
     } else {
         wanted
     };
-    // A page that was moved to another slot's frame before is still fine where it is, if that is free.
+    // A page that was moved to another slot's frame before is still fine where it is, if that is free. Where it is
+    // now: obtaining a frame may have looked at the card anew and given up the one that it was in.
+    let frame = control.model(id).map_or(NONE, |model| model.pages[page as usize].frame);
     for candidate in [wanted, frame] {
         let may_take = candidate != NONE && (!waiting || is_spare(control, candidate));
         if may_take && take(control, candidate) {
@@ -428,3 +430,7 @@ pub(super) fn abandon(control: &Control, id: u32, span: u32) {
         model.words[span as usize].0.abandon();
     }
 }
+
+#[cfg(all(test, not(loom)))]
+#[path = "claim_tests.rs"]
+mod tests;

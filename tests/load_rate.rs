@@ -6,6 +6,7 @@
     reason = "a failure here is a failed test, and its numbers are small"
 )]
 
+use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
 use std::path::Path;
@@ -24,9 +25,11 @@ fn write_model(path: &Path, bytes: u64) -> u64 {
         let length = 1_000_000 + number * 7_919_117 % 31_000_000;
         let end = at + length;
         let comma = if number > 0 { "," } else { "" };
-        header += &format!(
+        write!(
+            header,
             "{comma}\"blocks.{number}.weight\":{{\"dtype\":\"U8\",\"shape\":[{length}],\"data_offsets\":[{at},{end}]}}"
-        );
+        )
+        .unwrap();
         (at, number) = (end, number + 1);
     }
     header.push('}');

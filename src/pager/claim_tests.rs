@@ -9,7 +9,7 @@ use super::{place, take, unmap};
 use crate::device::SharedDevice;
 use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
 use crate::pager::frames::{NONE, Role};
-use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
+use crate::pager::{ModelOptions, Pager, PagerError, PagerOptions, RingSize};
 use crate::units::KIB;
 use crate::weights::{TensorIndex, UnitId};
 
@@ -54,8 +54,8 @@ fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
     assert!(last > 0, "the ring has {} slots", last + 1);
     let (emptied, given_up) = (control.frames.ring[0], control.frames.ring[last]);
     // A page that is mapped to the last slot's frame, and is now said to belong to the first slot.
-    let pages = control.model(id).unwrap().pages.iter().map(|page| page.frame);
-    let page = (0..).zip(pages).find(|(_, frame)| *frame == given_up).unwrap().0;
+    let frames = control.model(id).unwrap().pages.iter().map(|page| page.frame);
+    let page = (0..).zip(frames).find(|(_, frame)| *frame == given_up).unwrap().0;
     control.model_mut(id).unwrap().pages[page as usize].slot = 0;
     // The first slot's frame goes back to the device.
     assert!(take(control, emptied));
@@ -87,7 +87,7 @@ fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
         assert_eq!((role, info.role), (Role::Ring, Role::Ring), "a frame that the ring has given up");
         assert!(control.frames.ring.contains(&frame));
     } else {
-        assert!(placed.as_ref().is_err_and(|error| error.is_shortage()), "{placed:?}");
+        assert!(placed.as_ref().is_err_and(PagerError::is_shortage), "{placed:?}");
     }
     assert!(!control.frames.ring.contains(&given_up), "the case did not arise: the frame was not given up");
     for span in 0..u32::try_from(model.layout().spans().len()).unwrap() {

@@ -6,7 +6,7 @@
 #   stress      `vram-pager stress` over many seeds, on the emulated card and on cuda: over the driver stand-in
 #   long        10,000 switches of models and 1,000,000 faults, with flat memory, handles, threads and table
 #   models      loom with more preemptions, thousands of sequences against a plain table, hundreds of schedules
-#   fuzz        millions of damaged files for headers, indexes and LoRA files
+#   fuzz        millions of damaged files for headers, indexes and LoRA files, seeded and guided by coverage
 #   sanitizers  the suite and stress under AddressSanitizer, and under ThreadSanitizer
 #   all         every section; the default
 #
@@ -119,8 +119,22 @@ section_models() {
 
 section_fuzz() {
     # The short form is a part of `cargo test`.
-    [ "$short" = 1 ] || export VRAM_PAGER_FUZZ_ITERATIONS=2000000
-    cargo test --quiet --test fuzz_corpus
+    if [ "$short" = 1 ]; then
+        cargo test --quiet --test fuzz_corpus
+        return
+    fi
+    VRAM_PAGER_FUZZ_ITERATIONS=2000000 cargo test --quiet --test fuzz_corpus
+    # Guided by coverage and under AddressSanitizer, on this stable toolchain; needs a C++ compiler.
+    local target=x86_64-unknown-linux-gnu parser found=target/fuzz-found
+    local guide="-Cllvm-args=-sanitizer-coverage"
+    RUSTC_BOOTSTRAP=1 RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Ccodegen-units=1 -Cpasses=sancov-module \
+        $guide-level=4 $guide-inline-8bit-counters $guide-pc-table $guide-trace-compares" \
+        cargo build --quiet --release --locked --manifest-path fuzz/Cargo.toml --target "$target" --target-dir target/fuzz
+    for parser in header index lora; do
+        mkdir -p "$found/$parser"
+        "target/fuzz/$target/release/$parser" "$found/$parser" "fuzz/corpus/$parser" -artifact_prefix="$found/" \
+            -max_total_time="${VRAM_PAGER_FUZZ_SECONDS:-60}" -max_len=4096 -rss_limit_mb=4096 2>&1 | tail -n 3
+    done
 }
 
 section_sanitizers() {

@@ -82,17 +82,13 @@ fn forget_page(control: &mut Control, id: u32, page: u32) -> Result<bool, PagerE
         return Ok(false);
     };
     // The next copy into the frame must wait for the work that read the old bytes; a ring frame knows it
-    // by its fences, a page's own frame only by the streams that used it. Where no fence could be recorded,
-    // that work is waited for here.
-    let fences = match control.streams.slot_fences(used, &control.engine) {
+    // by its fences, a page's own frame only by the streams that used it.
+    let fences = match control.streams.slot_fences_or_wait(used, &control.engine) {
         Ok(fences) => fences,
-        Err(_) => match control.streams.settle(used) {
-            Ok(()) => Vec::new(),
-            Err(error) => {
-                control.put_page_back(key);
-                return Err(error.into());
-            }
-        },
+        Err(error) => {
+            control.put_page_back(key);
+            return Err(error.into());
+        }
     };
     control.set_page_absent(key);
     let Some(model) = control.model_mut(id) else { return Ok(true) };

@@ -2,16 +2,14 @@
 
 use std::sync::Arc;
 
-use safetensors::Dtype;
-use safetensors::tensor::{TensorView, serialize_to_file};
-
 use super::{place, take, unmap};
 use crate::device::SharedDevice;
 use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
 use crate::pager::frames::{NONE, Role};
+use crate::pager::small_model;
 use crate::pager::{ModelOptions, Pager, PagerError, PagerOptions, RingSize};
 use crate::units::KIB;
-use crate::weights::{TensorIndex, UnitId};
+use crate::weights::UnitId;
 
 const PAGE: u64 = 4 * KIB;
 
@@ -21,13 +19,7 @@ const PAGE: u64 = 4 * KIB;
 #[test]
 fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
     const UNITS: usize = 24;
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("m.safetensors");
-    let bytes = vec![7; 4096];
-    let tensors = (0..UNITS).map(|unit| {
-        (format!("blocks.{unit:02}.weight"), TensorView::new(Dtype::U8, vec![4096], &bytes).unwrap())
-    });
-    serialize_to_file(tensors, None, &path).unwrap();
+    let (_folder, index) = small_model::open(UNITS);
     let mut options = EmulatedOptions::new(12 * PAGE);
     options.page_bytes = PAGE;
     let card = EmulatedDevice::open(options).unwrap();
@@ -40,8 +32,7 @@ fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
         ..PagerOptions::default()
     };
     let pager = Pager::new(&device, options).unwrap();
-    let model =
-        pager.open_model(Arc::new(TensorIndex::open(&path).unwrap()), &ModelOptions::default()).unwrap();
+    let model = pager.open_model(index, &ModelOptions::default()).unwrap();
     let stream = pager.stream().unwrap();
     for unit in (0..UNITS).cycle().take(2 * UNITS) {
         model.fault(UnitId(u32::try_from(unit).unwrap()), &stream).unwrap().release();

@@ -1,16 +1,12 @@
 //! Loads whose pages lie in ring frames that other pages of the same load are mapped to as well.
 
-use std::sync::Arc;
-
-use safetensors::Dtype;
-use safetensors::tensor::{TensorView, serialize_to_file};
-
 use super::pump;
 use crate::device;
 use crate::pager::frames::NONE;
+use crate::pager::small_model;
 use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
 use crate::units::KIB;
-use crate::weights::{TensorIndex, UnitId};
+use crate::weights::UnitId;
 
 const PAGE: u64 = 4 * KIB;
 
@@ -19,13 +15,7 @@ const PAGE: u64 = 4 * KIB;
 #[test]
 fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
     const UNITS: usize = 24;
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("m.safetensors");
-    let bytes = vec![7; 4096];
-    let tensors = (0..UNITS).map(|unit| {
-        (format!("blocks.{unit:02}.weight"), TensorView::new(Dtype::U8, vec![4096], &bytes).unwrap())
-    });
-    serialize_to_file(tensors, None, &path).unwrap();
+    let (_folder, index) = small_model::open(UNITS);
     let device = device::open("emulated:48KiB,page=4KiB").unwrap();
     let options = PagerOptions {
         headroom_bytes: Some(0),
@@ -37,8 +27,7 @@ fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
         ..PagerOptions::default()
     };
     let pager = Pager::new(&device, options).unwrap();
-    let model =
-        pager.open_model(Arc::new(TensorIndex::open(&path).unwrap()), &ModelOptions::default()).unwrap();
+    let model = pager.open_model(index, &ModelOptions::default()).unwrap();
     let stream = pager.stream().unwrap();
     // Two passes, and a part of a third: the ring holds pages of its middle.
     for unit in (0..UNITS).cycle().take(2 * UNITS + UNITS / 2) {

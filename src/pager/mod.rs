@@ -57,6 +57,8 @@ mod reclaim;
 mod residency;
 mod ring;
 mod rows;
+#[cfg(all(test, not(loom)))]
+mod small_model;
 mod streams;
 mod verify;
 mod word;

@@ -195,6 +195,16 @@ impl StreamTable {
         result
     }
 
+    /// As [`Self::slot_fences`]; where none could be recorded, the work is waited for here, and nothing is left
+    /// to wait for.
+    pub(super) fn slot_fences_or_wait(
+        &self,
+        bits: u64,
+        engine: &CopyEngine,
+    ) -> Result<Vec<(u8, Fence)>, DeviceError> {
+        self.slot_fences(bits, engine).or_else(|_| self.settle(bits).map(|()| Vec::new()))
+    }
+
     /// Fences at the points that the streams of `bits` have been given work up to.
     pub(super) fn fences(&self, bits: u64, engine: &CopyEngine) -> Result<Vec<Fence>, DeviceError> {
         Ok(self.slot_fences(bits, engine)?.into_iter().map(|(_, fence)| fence).collect())

@@ -432,17 +432,13 @@ pub(in crate::pager) fn forget_span(control: &mut Control, id: u32, span: u32) -
         word.set_stale(true);
         return Ok(false);
     }
-    // The next copy into the block must wait for the work that read the old bytes. Where no fence could be
-    // recorded, that work is waited for here.
-    let fences = match streams.slot_fences(word.used(), engine) {
+    // The next copy into the block must wait for the work that read the old bytes.
+    let fences = match streams.slot_fences_or_wait(word.used(), engine) {
         Ok(fences) => fences,
-        Err(_) => match streams.settle(word.used()) {
-            Ok(()) => Vec::new(),
-            Err(error) => {
-                word.set_state(SpanState::Arriving);
-                return Err(error.into());
-            }
-        },
+        Err(error) => {
+            word.set_state(SpanState::Arriving);
+            return Err(error.into());
+        }
     };
     word.set_state(SpanState::Absent);
     word.set_stale(false);

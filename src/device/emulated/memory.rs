@@ -350,38 +350,42 @@ impl Memory {
             return misuse(format!("{run:?} cuts a mapping in two"));
         }
         self.refuse_pending(run)?;
-        let mut opened = Vec::new();
-        let mut failure = None;
-        if let Some(backing) = &self.backing {
-            // Pages whose slots follow each other are opened together.
-            let mut slots = Vec::with_capacity(pages.len());
-            let mut begin = 0;
-            for index in 0..=pages.len() {
-                let closed = pages.get(index).filter(|page| !page.accessible);
-                if let Some(page) = closed {
-                    if slots.is_empty() {
-                        begin = index;
-                    }
-                    slots.push(self.frames[page.frame as usize].slots.as_slice()[page.part as usize]);
-                } else if !slots.is_empty() {
-                    let at = run.start.offset(begin as u64 * self.page_bytes);
-                    if let Err(error) = backing.map(at, &slots) {
-                        failure = Some(error);
-                        break;
-                    }
-                    opened.push(DeviceRange::new(at, slots.len() as u64 * self.page_bytes));
-                    slots.clear();
-                }
-            }
-        }
-        if let Some(error) = failure {
-            for range in opened {
-                backing::close(range)?;
-            }
-            return Err(error.into());
+        if self.backing.is_some() {
+            let closed = self.closed_runs(run.start, pages);
+            self.open_runs(&closed)?;
         }
         if let Some(reserved) = self.reserved.get_mut(&start) {
             reserved.pages[first..end].iter_mut().for_each(|page| page.accessible = true);
+        }
+        Ok(())
+    }
+
+    /// Where among `pages`, which begin at `start`, nothing is accessible yet, and the slots to put there.
+    fn closed_runs(&self, start: DeviceAddress, pages: &[Page]) -> Vec<(DeviceRange, Vec<u32>)> {
+        let mut runs = Vec::new();
+        let mut at = start;
+        for run in pages.chunk_by(|a, b| a.accessible == b.accessible) {
+            let range = DeviceRange::new(at, run.len() as u64 * self.page_bytes);
+            if !run[0].accessible {
+                let slot =
+                    |page: &Page| self.frames[page.frame as usize].slots.as_slice()[page.part as usize];
+                runs.push((range, run.iter().map(slot).collect()));
+            }
+            at = range.end();
+        }
+        runs
+    }
+
+    /// Opens all or none.
+    fn open_runs(&mut self, runs: &[(DeviceRange, Vec<u32>)]) -> Result<(), DeviceError> {
+        let Some(backing) = &mut self.backing else { return Ok(()) };
+        for (number, (range, slots)) in runs.iter().enumerate() {
+            if let Err(error) = backing.map(range.start, slots) {
+                for (range, slots) in &runs[..number] {
+                    backing.unmap(*range, slots)?;
+                }
+                return Err(error);
+            }
         }
         Ok(())
     }
@@ -406,8 +410,10 @@ impl Memory {
     pub(super) fn unmap_checked(&mut self, at: DeviceRange) -> Result<(), DeviceError> {
         let Some((start, reserved, first, end)) = self.locate(at) else { return Ok(()) };
         let place = reserved.pages[first].frame;
-        if self.backing.is_some() && reserved.pages[first].accessible {
-            backing::close(at)?;
+        if reserved.pages[first].accessible
+            && let Some(backing) = &mut self.backing
+        {
+            backing.unmap(at, self.frames[place as usize].slots.as_slice())?;
         }
         let mut delta = 0;
         if let Some(reserved) = self.reserved.get_mut(&start) {

@@ -12,6 +12,8 @@
 //! - `map`: the same, copied from a mapping of the file.
 //! - `plain`: the crate `safetensors` over a mapped file, and a copy of each tensor.
 //!
+//! A mapping is not page-locked, so the last two go through the driver's buffers, on this card as on any.
+//!
 //! `again` starts with frames, mappings and staging memory from a load before. `fresh` has none of them; there
 //! the host's zeroing of new memory is timed, and the row is only shown. With `cold` the file is dropped
 //! from the page cache before each load (as far as the system does that), with `cached` it is in there.

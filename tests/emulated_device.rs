@@ -288,7 +288,11 @@ fn modelled_times_are_exact() {
     let (range, _frames) = mapped(&device, 2);
     let mapped_at = 2 * (193_000 + 1_500) + 36_000;
     at(mapped_at);
-    let [source, target] = [0, 1].map(|_| HostBlock::map(&card, 2 * MIB).unwrap());
+    let [mut source, target] = [0, 1].map(|_| HostBlock::map(&card, 2 * MIB).unwrap());
+    source.page_lock().unwrap();
+    // 2 MiB at 1.5 GB/s.
+    let mapped_at = mapped_at + 1_398_101;
+    at(mapped_at);
     let page = |number| DeviceRange::new(range.address(number), 2 * MIB);
     let fences = FencePool::new(&card);
     // 2 MiB at 25 GB/s.

@@ -362,7 +362,8 @@ pub trait Streams {
 pub trait Copies {
     /// Copies `to.bytes` bytes from host memory at `from`. It starts no earlier than `available`, the
     /// modelled time from which the source holds its bytes (a backend with a real clock ignores it; the
-    /// bytes must be there when the call is made).
+    /// bytes must be there when the call is made). From memory that is not page-locked the caller's thread
+    /// copies the bytes to where the card can read them, which may make it wait for earlier copies.
     ///
     /// # Safety
     /// The source stays valid and unchanged until the copy is done; `to` is mapped and accessible, or in

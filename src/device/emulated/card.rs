@@ -19,6 +19,7 @@ use super::clock::{CallCosts, Engine, Engines, HostClock};
 use super::fault::{CallKind, Fault, FaultError, Faults};
 use super::journal::Journal;
 use super::memory::Memory;
+use super::pageable::Buffers;
 use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
 use super::usage::Refusal;
 use super::watch::{Before, History, Seen};
@@ -327,6 +328,7 @@ pub struct EmulatedDevice {
     pub(super) control: Mutex<Control>,
     pub(super) clock: HostClock,
     pub(super) kernels: RwLock<Vec<(&'static str, HostTwin)>>,
+    pub(super) buffers: Buffers,
     counts: Mutex<CallCounts>,
     faults: Faults,
 }
@@ -378,6 +380,7 @@ impl EmulatedDevice {
             control: Mutex::new(Control { told: watches.then(Seen::default), ..Control::default() }),
             clock: HostClock::new(),
             kernels: RwLock::new(builtin().kernels),
+            buffers: Buffers::default(),
             counts: Mutex::new(CallCounts::default()),
             faults: Faults::default(),
             options,

@@ -39,6 +39,8 @@ pub struct CallCosts {
     pub query: Duration,
     /// Page-locking one gigabyte (10^9 bytes); scaled by the block's size.
     pub page_lock_gb: Duration,
+    /// Copying one gigabyte (10^9 bytes) of host memory that is not page-locked to where the card can read it.
+    pub pageable_gb: Duration,
 }
 
 impl Default for CallCosts {
@@ -55,6 +57,8 @@ impl Default for CallCosts {
             query: Duration::from_nanos(500),
             // 1.5 GB/s, the middle of the 1 to 2 GB/s that registering is reported to reach.
             page_lock_gb: Duration::from_nanos(666_666_667),
+            // 10 GB/s: what one core of the machine of `benches/RESULTS.md` copies.
+            pageable_gb: Duration::from_millis(100),
         }
     }
 }
@@ -72,6 +76,7 @@ impl CallCosts {
         launch: Duration::ZERO,
         query: Duration::ZERO,
         page_lock_gb: Duration::ZERO,
+        pageable_gb: Duration::ZERO,
     };
 
     /// The cost of creating a frame of `bytes`.
@@ -82,6 +87,11 @@ impl CallCosts {
     /// The cost of page-locking `bytes`.
     pub(super) fn page_lock(&self, bytes: u64) -> Duration {
         scale(self.page_lock_gb, bytes, 1_000_000_000)
+    }
+
+    /// The cost of bringing `bytes` that are not page-locked to where the card can read them.
+    pub(super) fn pageable(&self, bytes: u64) -> Duration {
+        scale(self.pageable_gb, bytes, 1_000_000_000)
     }
 }
 

@@ -10,6 +10,7 @@
 //! | `card` | options, the device, its test hooks |
 //! | `calls` | the calls that need no stream: ranges, frames, mappings, page locks |
 //! | `work` | the calls that enqueue or wait: streams, copies, launches, the pool, the clock |
+//! | `pageable` | copies to the card from memory that is not page-locked |
 //! | `memory` | the books: ranges, pages, frames, mappings |
 //! | `usage` | the books: page-locked blocks, operations in flight, the pool's chunks |
 //! | `watch` | the books: what touches the same bytes is ordered |
@@ -20,8 +21,8 @@
 //! | `fault` | failures and delays on demand |
 //! | `journal` | a record of operations and their times, on demand |
 //!
-//! Lock order, outermost first: control (streams, events, engines), memory, a stream's queue. A host wait
-//! holds none. May import `units` and what `device` itself offers.
+//! Lock order, outermost first: control (streams, events, engines), memory, a stream's queue; the
+//! buffers of `pageable` by themselves. A host wait holds none. May import `units` and what `device` itself offers.
 
 mod backing;
 mod calls;
@@ -30,6 +31,7 @@ mod clock;
 mod fault;
 mod journal;
 mod memory;
+mod pageable;
 mod pool;
 mod stream;
 mod usage;

@@ -34,11 +34,28 @@ const QUEUE_CAPACITY: usize = 256;
 #[derive(Clone, Debug)]
 #[expect(clippy::large_enum_variant, reason = "a launch in a box would be an allocation an operation")]
 pub(super) enum Work {
-    ToDevice { to: DeviceRange, from: HostSpan },
-    ToHost { to: HostSpan, from: DeviceRange },
-    OnDevice { to: DeviceRange, from: DeviceRange },
-    Fill { to: DeviceRange, value: u8 },
-    Launch { launch: Launch, twin: HostTwin },
+    /// The bytes of `from` lie in a buffer meanwhile if they go `through` one.
+    ToDevice {
+        to: DeviceRange,
+        from: HostSpan,
+        through: Option<HostSpan>,
+    },
+    ToHost {
+        to: HostSpan,
+        from: DeviceRange,
+    },
+    OnDevice {
+        to: DeviceRange,
+        from: DeviceRange,
+    },
+    Fill {
+        to: DeviceRange,
+        value: u8,
+    },
+    Launch {
+        launch: Launch,
+        twin: HostTwin,
+    },
     Wait(Point),
     Hold(Arc<HoldState>),
 }
@@ -306,8 +323,10 @@ fn execute(work: &Work) -> Result<(), String> {
     match *work {
         // SAFETY: the device range was checked at enqueueing to be accessible, and stays so because every
         // page of it is counted as in use until `Memory::end`; that the host's side is valid until then is
-        // the promise of whoever made the unsafe call.
-        Work::ToDevice { to, from } => unsafe { copy(from.pointer(), device_pointer(to), to.bytes) },
+        // the promise of whoever made the unsafe call, and `pageable`'s for its buffers.
+        Work::ToDevice { to, from, through } => unsafe {
+            copy(through.unwrap_or(from).pointer(), device_pointer(to), to.bytes);
+        },
         // SAFETY: as above, with the roles exchanged.
         Work::ToHost { to, from } => unsafe { copy(device_pointer(from), to.pointer(), from.bytes) },
         // SAFETY: both ranges were checked at enqueueing and are counted as in use.

@@ -30,6 +30,11 @@ impl HostSpan {
         std::ptr::with_exposed_provenance_mut(usize::try_from(self.address).unwrap_or(usize::MAX))
     }
 
+    /// `bytes` of it, `offset` after its start.
+    pub(super) fn part(self, offset: u64, bytes: u64) -> Self {
+        Self { address: self.address + offset, bytes, counted: false }
+    }
+
     pub(super) fn as_range(self) -> DeviceRange {
         DeviceRange::new(DeviceAddress(self.address), self.bytes)
     }
@@ -124,7 +129,7 @@ impl Memory {
         Some(DeviceRange::new(at, self.page_bytes))
     }
 
-    fn check_range(&self, call: &'static str, range: DeviceRange) -> Result<(), DeviceError> {
+    pub(super) fn check_range(&self, call: &'static str, range: DeviceRange) -> Result<(), DeviceError> {
         let misuse = |why| Err(DeviceError::Misuse { call, why });
         if range.bytes == 0 {
             return Ok(());
@@ -148,7 +153,7 @@ impl Memory {
     }
 
     /// The page-locked block that `span` lies in; refuses one that crosses a block's end.
-    fn block_of(&self, call: &'static str, span: HostSpan) -> Result<Option<u64>, DeviceError> {
+    pub(super) fn block_of(&self, call: &'static str, span: HostSpan) -> Result<Option<u64>, DeviceError> {
         if span.bytes == 0 {
             return Ok(None);
         }

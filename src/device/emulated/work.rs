@@ -27,7 +27,7 @@ use crate::units::{DeviceRange, ModelTime};
 const MOST_BLOCK_THREADS: u64 = 1024;
 
 /// What the modelled clock makes of an operation.
-struct Cost {
+pub(super) struct Cost {
     /// What the call costs its thread.
     call: Duration,
     engine: Engine,
@@ -38,14 +38,14 @@ struct Cost {
 }
 
 impl Cost {
-    fn of(call: Duration, engine: Engine, duration: Duration) -> Self {
+    pub(super) fn of(call: Duration, engine: Engine, duration: Duration) -> Self {
         Self { call, engine, duration, available: ModelTime::ZERO }
     }
 }
 
 impl EmulatedDevice {
     /// Checks `work`, gives it to `stream` and places it on the clock.
-    fn enqueue(&self, stream: StreamId, mut work: Work, cost: &Cost) -> Result<(), DeviceError> {
+    pub(super) fn enqueue(&self, stream: StreamId, mut work: Work, cost: &Cost) -> Result<(), DeviceError> {
         let call = work.call();
         let mut control = self.control.lock();
         control.stream(call, stream)?;
@@ -262,10 +262,15 @@ impl Copies for EmulatedDevice {
         stream: StreamId,
     ) -> Result<(), DeviceError> {
         self.enter(CallKind::CopyToDevice, to.bytes)?;
-        let work = Work::ToDevice { to, from: HostSpan::new(from, to.bytes) };
-        let duration = self.options.link.duration(to.bytes);
-        let cost = Cost { available, ..Cost::of(self.options.costs.copy, Engine::ToDevice, duration) };
-        self.enqueue(stream, work, &cost)?;
+        let from = HostSpan::new(from, to.bytes);
+        if self.is_pageable(from)? {
+            // SAFETY: the caller's promise, handed on.
+            unsafe { self.copy_pageable(to, from, available, stream)? };
+        } else {
+            let duration = self.options.link.duration(to.bytes);
+            let cost = Cost { available, ..Cost::of(self.options.costs.copy, Engine::ToDevice, duration) };
+            self.enqueue(stream, Work::ToDevice { to, from, through: None }, &cost)?;
+        }
         self.count(|counts| {
             counts.copy_to_device += 1;
             counts.bytes_to_device += to.bytes;

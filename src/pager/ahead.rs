@@ -118,6 +118,11 @@ impl Ahead {
         self.runs.push_back(run);
     }
 
+    /// Pages in staging memory ahead of their need.
+    pub(super) fn pages(&self) -> u64 {
+        self.runs.iter().map(|run| u64::from(run.pages)).sum()
+    }
+
     /// Whether anything is in staging memory ahead of its need.
     pub(super) fn holds_any(&self) -> bool {
         !self.runs.is_empty()

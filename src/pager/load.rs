@@ -7,7 +7,9 @@
 //!
 //! A load may also be asked for ahead of its pages' frames, see [`super::ahead`]: it waits, read, until a
 //! fault or prefetch claims them. How many bytes are read and not yet copied is bounded by
-//! [`super::PagerOptions::read_ahead_bytes`], whoever asked for them.
+//! [`super::PagerOptions::read_ahead_bytes`], whoever asked for them. Where copies fall behind, as they do when a
+//! model comes to an empty card, a load takes the buffer of the oldest copy under way and its reader waits for
+//! that copy: staging memory grows with the ring and this depth, not with the model.
 //!
 //! A page that was taken away while its load was under way is skipped when the load ends: the frame says
 //! which load it waits for.
@@ -175,10 +177,11 @@ impl<R> Loads<R> {
         self.reading += 1;
     }
 
-    /// The read of load `id` ended, well or not.
-    fn finish(&mut self, id: u64, result: R) {
+    /// The read of load `id` ended, well or not; its bytes are there from `available` on.
+    fn finish(&mut self, id: u64, available: ModelTime, result: R) {
         self.reading -= 1;
         if let Some(load) = self.queue.iter_mut().find(|load| load.id == id) {
+            load.available = available;
             load.state = LoadState::Read(result);
         }
     }
@@ -319,17 +322,30 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
     let own_time = core.device.now();
     let mut from = 0;
     let mut under_way = control.loads.pages_under_way() * core.page_bytes;
+    // What lies in staging memory beside: read ahead, and read by copies.
+    let mut others = None;
     while let Some(place) = control.loads.next_waiting(from) {
         from = place + 1;
         let count = control.loads.queue[place].count;
-        let after = under_way + u64::from(count) * core.page_bytes;
+        let bytes = u64::from(count) * core.page_bytes;
+        let after = under_way + bytes;
         let reading = control.loads.reading;
         if reading >= MOST_READS || after > read_depth(core) && reading > 0 {
             break;
         }
-        let taken = match core.arena.take(count) {
-            Ok(None) if reading == 0 => take_part(core, control, place),
-            taken => taken.map_err(PagerError::from),
+        let others = others.get_or_insert_with(|| {
+            control.loads.ahead.pages() * core.page_bytes + core.arena.copying_bytes().unwrap_or(0)
+        });
+        let full = after + *others > staging_depth(core, control);
+        let taken = match full.then(|| core.arena.take_behind(count)).flatten() {
+            Some(buffer) => {
+                *others = others.saturating_sub(bytes);
+                Ok(Some(buffer))
+            }
+            None => match core.arena.take(count) {
+                Ok(None) if reading == 0 => take_part(core, control, place),
+                taken => taken.map_err(PagerError::from),
+            },
         };
         core.device.set_now(own_time);
         match taken {
@@ -348,6 +364,13 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
 pub(super) fn read_depth(core: &Core) -> u64 {
     let least = 2 * core.options.readers.max(1) as u64 * u64::from(core.chunk_pages) * core.page_bytes;
     core.options.read_ahead_bytes.max(least)
+}
+
+/// Bytes of staging memory that loads go through, with those that copies still read: the depth of reads, one read
+/// more, and what may be on its way to the ring while kernels use what is there.
+fn staging_depth(core: &Core, control: &Control) -> u64 {
+    let pages = u64::from(core.chunk_pages) + control.frames.ring.len() as u64;
+    read_depth(core) + pages * core.page_bytes
 }
 
 /// Pages that may be copied ahead of the runner now, by [`super::PagerOptions::copy_ahead_bytes`]; the ring
@@ -404,7 +427,8 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
     };
     let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
     let bytes = model.layout.content_bytes(page_span(core, first, count));
-    let available = core.device.schedule_read(bytes);
+    // A reader that has to wait for its buffer says itself when it begins.
+    let available = if buffer.is_read() { core.device.now() } else { core.device.schedule_read(bytes) };
     let mut job = control.loads.spare.pop().unwrap_or_default();
     *job = PageRead {
         core: Some(Arc::clone(core)),
@@ -525,9 +549,18 @@ impl ReadJob for PageRead {
         let Some(buffer) = &mut self.buffer else { return };
         let range = page_span(core, self.first, self.count);
         let base = range.start;
+        let waits = buffer.is_read();
+        if waits {
+            core.device.set_now(self.available);
+        }
         self.read = match buffer.bytes_mut() {
-            Ok(bytes) => read_extents(index, cut_extents(layout, range, core.page_bytes), base, bytes)
-                .map_err(PagerError::from),
+            Ok(bytes) => {
+                if waits {
+                    self.available = core.device.schedule_read(layout.content_bytes(range.clone()));
+                }
+                read_extents(index, cut_extents(layout, range, core.page_bytes), base, bytes)
+                    .map_err(PagerError::from)
+            }
             Err(error) => Err(error.into()),
         };
     }
@@ -550,11 +583,11 @@ impl ReadJob for PageRead {
         let mut control = core.control.lock();
         // On a modelled clock this thread is free again when its bytes have come.
         core.device.set_now(self.available);
-        let load = self.load;
+        let (load, available) = (self.load, self.available);
         if control.loads.spare.len() < MOST_READS {
             control.loads.spare.push(self);
         }
-        control.loads.finish(load, result);
+        control.loads.finish(load, available, result);
         pump(&core, &mut control);
         drop(control);
         core.changed.notify_all();

@@ -71,7 +71,7 @@ impl ReadJob for Job {
     fn complete(mut self: Box<Self>, panic: Option<String>) {
         let mut control = self.pager.control.lock().unwrap();
         let result = self.buffer.take().filter(|_| panic.is_none()).ok_or(());
-        control.loads.finish(self.load, result);
+        control.loads.finish(self.load, ModelTime::ZERO, result);
         pump(&self.pager, &mut control);
         drop(control);
         if self.fate != Fate::Silent {

@@ -1,11 +1,16 @@
-//! Loads whose pages lie in ring frames that other pages of the same load are mapped to as well.
+//! Loads whose pages lie in ring frames that other pages of the same load are mapped to as well, and loads that
+//! are read faster than copies go.
 
-use super::pump;
-use crate::device;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{pump, staging_depth};
+use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
+use crate::device::{self, SharedDevice};
 use crate::pager::frames::NONE;
 use crate::pager::small_model;
 use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
-use crate::units::KIB;
+use crate::units::{KIB, MIB};
 use crate::weights::UnitId;
 
 const PAGE: u64 = 4 * KIB;
@@ -72,4 +77,51 @@ fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
         }
     }
     assert!(tried > 0, "no frame of the ring is shared by neighbours");
+}
+
+/// A model that comes to an empty card may be read much faster than it is copied. What is read and not yet copied
+/// does not grow with the model then: the readers wait for the oldest copies.
+#[test]
+fn staging_memory_does_not_grow_with_a_model_that_is_read_faster_than_it_is_copied() {
+    const UNITS: usize = 256;
+    let (_folder, index) = small_model::open(UNITS);
+    let card =
+        EmulatedDevice::open(EmulatedOptions { page_bytes: PAGE, ..EmulatedOptions::new(4 * MIB) }).unwrap();
+    let device: SharedDevice = Arc::<EmulatedDevice>::clone(&card);
+    let options = PagerOptions {
+        headroom_bytes: Some(0),
+        page_locked_bytes: Some(8 * MIB),
+        chunk_bytes: 4 * PAGE,
+        read_ahead_bytes: 0,
+        ..PagerOptions::default()
+    };
+    let pager = Pager::new(&device, options).unwrap();
+    let model = pager.open_model(index, &ModelOptions::default()).unwrap();
+    let core = model.core();
+    let depth = staging_depth(core, &core.control.lock());
+    assert!(depth < UNITS as u64 * PAGE / 4);
+    let copies = Arc::clone(core.control.lock().engine.stream(0));
+    let hold = card.hold(copies.id(), Duration::from_secs(3600)).unwrap();
+    std::thread::scope(|scope| {
+        let runner = scope.spawn(|| {
+            let stream = pager.stream().unwrap();
+            for unit in 0..UNITS {
+                model.fault(UnitId(u32::try_from(unit).unwrap()), &stream).unwrap().release();
+            }
+        });
+        // Until nothing moves: a runner that is not held back would be through long before.
+        let (mut used, mut still) = (0, 0);
+        while still < 20 && !runner.is_finished() {
+            std::thread::sleep(Duration::from_millis(10));
+            let now = core.arena.figures().used_bytes;
+            assert!(now <= depth, "{now} bytes of staging memory are in use, {depth} were to suffice");
+            still = if now == used && now > 0 { still + 1 } else { 0 };
+            used = now;
+        }
+        assert!(used > depth / 2, "only {used} bytes were read ahead of the copies");
+        drop(hold);
+        runner.join().unwrap();
+    });
+    core.device.synchronize().unwrap();
+    assert_eq!(model.figures().resident_bytes, UNITS as u64 * PAGE);
 }

@@ -163,13 +163,35 @@ impl Arena {
         if found.is_none() && self.grow(&mut state)? {
             found = state.find(slots);
         }
-        let Some((run, start)) = found.and_then(|run| Some((run, state.block(run.block)?.start))) else {
+        let Some((run, start)) = found.and_then(|run| Some((run, self.address(&state, run)?))) else {
             return Ok(None);
         };
-        let offset = usize::try_from(u64::from(run.slot) * self.slot_bytes()).unwrap_or(usize::MAX);
         let copies = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(2));
-        let start = std::ptr::with_exposed_provenance_mut(start.wrapping_add(offset));
         Ok(Some(StagingBuffer::new(Arc::clone(self), run, start, copies)))
+    }
+
+    /// Takes the oldest run of `slots` (at most [`Self::run_slots`]) that was given back and that a copy still
+    /// reads, if there is one: whoever writes to it waits for that copy.
+    pub fn take_behind(self: &Arc<Self>, slots: u32) -> Option<StagingBuffer> {
+        let mut state = self.shared.state.lock();
+        let (run, copy) = state.take_pending(slots.clamp(1, self.run_slots()))?;
+        let mut copies = state.spare.pop().unwrap_or_else(|| Vec::with_capacity(2));
+        copies.push(copy);
+        let start = self.address(&state, run)?;
+        Some(StagingBuffer::new(Arc::clone(self), run, start, copies))
+    }
+
+    /// Bytes of buffers that were given back and that copies still read.
+    pub fn copying_bytes(&self) -> Result<u64, StagingError> {
+        let mut state = self.shared.state.lock();
+        state.sweep()?;
+        Ok(state.pending_slots() * self.shared.slot_bytes)
+    }
+
+    fn address(&self, state: &State, run: Run) -> Option<*mut u8> {
+        let offset = usize::try_from(u64::from(run.slot) * self.slot_bytes()).unwrap_or(usize::MAX);
+        let start = state.block(run.block)?.start.wrapping_add(offset);
+        Some(std::ptr::with_exposed_provenance_mut(start))
     }
 
     /// Takes a run, waiting for copies in flight to give theirs back. `false` from `keep_waiting` ends the

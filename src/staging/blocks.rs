@@ -157,6 +157,34 @@ impl<M, F: CopyDone> State<M, F> {
         Ok(())
     }
 
+    /// Slots of runs that were given back and that copies still read.
+    pub(super) fn pending_slots(&self) -> u64 {
+        self.pending.iter().map(|pending| u64::from(pending.run.slots)).sum()
+    }
+
+    /// Takes the oldest run of `slots` that one copy still reads, with what says that it is done. It stays
+    /// counted as used. The rest of a longer run goes on waiting.
+    pub(super) fn take_pending(&mut self, slots: u32) -> Option<(Run, F)>
+    where
+        F: Clone,
+    {
+        // A run that several copies read has entries without slots before its own.
+        let alone = |place: usize| {
+            let run = self.pending[place].run;
+            let same = |other: &Pending<F>| (other.run.block, other.run.slot) == (run.block, run.slot);
+            run.slots >= slots && !place.checked_sub(1).is_some_and(|before| same(&self.pending[before]))
+        };
+        let place = (0..self.pending.len()).find(|place| alone(*place))?;
+        let pending = &mut self.pending[place];
+        let taken = Run { slots, ..pending.run };
+        if pending.run.slots > slots {
+            pending.run.slot += slots;
+            pending.run.slots -= slots;
+            return Some((taken, pending.fence.clone()));
+        }
+        Some((taken, self.pending.remove(place).fence))
+    }
+
     fn release(&mut self, run: Run) {
         self.used_slots -= u64::from(run.slots);
         if let Some(block) = self.blocks.get_mut(run.block as usize).and_then(Option::as_mut) {
@@ -222,6 +250,35 @@ mod models;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Clone, PartialEq, Debug)]
+    struct Copy(u32);
+
+    impl CopyDone for Copy {
+        fn is_done(&self) -> Result<bool, DeviceError> {
+            Ok(false)
+        }
+    }
+
+    #[test]
+    fn the_oldest_run_that_one_copy_reads_is_taken_behind_it() {
+        let mut state: State<(), Copy> = State::new(1 << 20);
+        state.add_block((), 0, 16, 16);
+        let runs: Vec<Run> = (0..4).map(|_| state.find(4).unwrap()).collect();
+        // The first is read by two copies, so it is left alone.
+        for (run, copies) in runs.iter().zip([vec![1, 2], vec![3], vec![4]]) {
+            state.give_back(*run, &mut copies.into_iter().map(Copy).collect());
+        }
+        assert_eq!((state.pending_slots(), state.used_slots), (12, 16));
+        assert_eq!(state.take_pending(5), None);
+        let (run, copy) = state.take_pending(3).unwrap();
+        assert_eq!((run, copy), (Run { slots: 3, ..runs[1] }, Copy(3)));
+        assert_eq!(state.take_pending(4).unwrap(), (runs[2], Copy(4)));
+        let rest = Run { slot: runs[1].slot + 3, slots: 1, ..runs[1] };
+        assert_eq!(state.take_pending(1).unwrap(), (rest, Copy(3)));
+        assert_eq!(state.take_pending(1), None);
+        assert_eq!((state.pending_slots(), state.used_slots), (4, 16));
+    }
 
     #[test]
     fn a_run_is_found_where_enough_slots_are_free_in_a_row() {

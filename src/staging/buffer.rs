@@ -40,6 +40,11 @@ impl StagingBuffer {
         self.arena.is_page_locked(self.run)
     }
 
+    /// Whether copies may still read it: who writes to it waits for them.
+    pub(crate) fn is_read(&self) -> bool {
+        !self.copies.is_empty()
+    }
+
     /// Whether the buffer has no bytes; never so.
     pub fn is_empty(&self) -> bool {
         self.run.slots == 0

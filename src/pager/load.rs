@@ -526,8 +526,10 @@ impl ReadJob for PageRead {
         let range = page_span(core, self.first, self.count);
         let base = range.start;
         self.read = match buffer.bytes_mut() {
-            Ok(bytes) => read_extents(index, cut_extents(layout, range, core.page_bytes), base, bytes)
-                .map_err(PagerError::from),
+            Ok(mut bytes) => {
+                read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes)
+                    .map_err(PagerError::from)
+            }
             Err(error) => Err(error.into()),
         };
     }

@@ -432,9 +432,9 @@ impl Weights {
                             let slots = u32::try_from((part.end - part.start).div_ceil(SLOT_BYTES));
                             let mut taken =
                                 self.take_buffer(&mut state.modules, slots.unwrap_or(u32::MAX))?;
-                            let bytes = taken.bytes_mut()?;
                             let extents = self.layout.extents(part.clone());
-                            file_bytes = read_extents(&self.index, extents, part.start, bytes)?;
+                            file_bytes =
+                                read_extents(&self.index, extents, part.start, &mut taken.bytes_mut()?)?;
                             available = self.device.schedule_read(file_bytes);
                             fresh.insert(taken)
                         }

@@ -8,6 +8,7 @@ use safetensors::tensor::{TensorView, serialize_to_file};
 use super::{Mutated, Mutation};
 use crate::device::emulated::{CallKind, EmulatedDevice, EmulatedOptions, Fault};
 use crate::device::{FloatType, SharedDevice};
+use crate::pager::watchdog::Watchdog;
 use crate::pager::{
     Factor, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PatchSet, TensorPatch, Verifier,
 };
@@ -95,9 +96,14 @@ fn fault_again<'g>(
     told.note(fault()).or_else(|| told.note(fault()))
 }
 
+/// Seconds that a run may take; it takes a tenth of one, or a few under a sanitizer.
+const PATIENCE: u64 = 60;
+
 /// A run that goes through every wait of the pager without waiting for any kernel itself. Answers what a runner
 /// is told: errors and wrong checksums. Once the driver refuses a launch the card is lost, and the run ends.
-fn script(device: &SharedDevice, mutation: Option<Mutation>) -> Vec<String> {
+/// `what` is what hangs if it does not end.
+fn script(device: &SharedDevice, mutation: Option<Mutation>, what: impl Into<String>) -> Vec<String> {
+    let _watchdog = Watchdog::new(PATIENCE, what);
     let mut told = Told::default();
     let ended = attempt(device, mutation, &mut told);
     told.note(ended);
@@ -191,7 +197,7 @@ fn on_emulated(mutation: Option<Mutation>) -> Report {
     let card = card();
     card.keep_sites(true);
     let device: SharedDevice = Arc::clone(&card) as _;
-    let told = script(&device, mutation);
+    let told = script(&device, mutation, format!("{mutation:?} on the emulated card"));
     Report { caught: card.take_caught().iter().map(ToString::to_string).collect(), told }
 }
 
@@ -204,7 +210,7 @@ fn on_standin(mutation: Option<Mutation>) -> Report {
     let device = crate::device::open(&format!("cuda:0,cap={CARD}")).unwrap();
     standin.keep_sites(0);
     standin.take_told();
-    let told = script(&device, mutation);
+    let told = script(&device, mutation, format!("{mutation:?} over the driver stand-in"));
     Report { caught: standin.take_told(), told }
 }
 
@@ -280,7 +286,9 @@ fn no_wait_is_lost_where_a_call_fails() {
                 let fault = if lasting { Fault::from_then_on(kind, nth) } else { Fault::once(kind, nth) };
                 let card = card();
                 card.inject(fault);
-                let told = script(&(Arc::clone(&card) as SharedDevice), None);
+                let what =
+                    format!("no_wait_is_lost_where_a_call_fails: {kind:?} number {nth}, lasting {lasting}");
+                let told = script(&(Arc::clone(&card) as SharedDevice), None, what);
                 let fired = card.faults_fired();
                 let caught = card.take_caught();
                 assert!(

@@ -527,8 +527,12 @@ impl ReadJob for PageRead {
         let base = range.start;
         self.read = match buffer.bytes_mut() {
             Ok(mut bytes) => {
-                read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes)
-                    .map_err(PagerError::from)
+                let read = read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes);
+                if core.options.mutated().by(Mutation::CopyWhileRead) {
+                    // It goes on writing, as far as anybody was told.
+                    std::mem::forget(bytes);
+                }
+                read.map_err(PagerError::from)
             }
             Err(error) => Err(error.into()),
         };

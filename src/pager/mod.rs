@@ -61,7 +61,7 @@ mod rows;
 mod small_model;
 mod streams;
 mod verify;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;
 mod word;

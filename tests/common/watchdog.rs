@@ -13,9 +13,12 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Waits `seconds` for its drop. `what` is what hangs then: the test's name and its number.
+    /// Waits `seconds` for its drop. `what` is what hangs then: the test's name and its number. Where everything
+    /// is slower, `VRAM_PAGER_TEST_PATIENCE` says how many times longer it waits.
     pub(crate) fn new(seconds: u64, what: impl Into<String>) -> Self {
         let what = what.into();
+        let times = std::env::var("VRAM_PAGER_TEST_PATIENCE").ok().and_then(|times| times.parse().ok());
+        let seconds = seconds * times.unwrap_or(1);
         let (alive, watched) = channel();
         let thread = std::thread::spawn(move || {
             if watched.recv_timeout(Duration::from_secs(seconds)) == Err(RecvTimeoutError::Timeout) {

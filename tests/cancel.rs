@@ -5,6 +5,7 @@
 //! both. A watchdog turns a hang into a message.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+#![expect(unsafe_code, reason = "sets how a child takes a signal")]
 
 mod common;
 
@@ -40,7 +41,17 @@ struct Run {
 impl Run {
     fn start(arguments: &[&str]) -> Self {
         let folder = TempDir::new().unwrap();
-        let child = Command::new(BIN)
+        let mut command = Command::new(BIN);
+        // A shell has what it runs in the background ignore Ctrl-C, and children take that over. A signal that
+        // comes before the program's own handler stands would be lost then.
+        // SAFETY: the call may be made between fork and exec, and the default is no code of ours.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
+        let child = command
             .args(arguments)
             .current_dir(folder.path())
             .env("TMPDIR", folder.path())

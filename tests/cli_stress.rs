@@ -108,9 +108,43 @@ fn a_seed_repeats_its_operations_with_one_thread() {
     }
 }
 
-/// Begins a run without end, and waits until it is at work.
-fn begun(folder: &TempDir) -> (Child, BufReader<std::process::ChildStderr>) {
-    let mut child = command(folder.path(), &["--seconds", "600", "--threads", "2"])
+/// What a run in turns gives, without the time that it took.
+fn in_turns(args: &[&str]) -> Value {
+    let folder = TempDir::new().unwrap();
+    let mut command = command(folder.path(), &["--in-turns", "--threads", "4", "--operations", "400"]);
+    command.args(args);
+    let mut report = sound(command, &folder);
+    report.as_object_mut().unwrap().remove("seconds").unwrap();
+    assert_eq!(number(&report, "operations"), 1600, "{report}");
+    report
+}
+
+/// Without injected failures everything is the same again: each operation, how it ended, and what it moved.
+#[test]
+fn in_turns_a_seed_repeats_how_threads_meet() {
+    let [first, again, other] =
+        ["21", "21", "22"].map(|seed| in_turns(&["--no-faults", "--device", "emulated", "--seed", seed]));
+    assert_eq!(first, again);
+    assert_ne!(first["sequence"], other["sequence"]);
+    assert_ne!(first["outcomes"], other["outcomes"]);
+}
+
+/// Page-locking goes on beside the turns, so an injected failure may meet another call; the operations stay.
+#[test]
+fn in_turns_a_seed_repeats_its_operations_also_where_calls_fail() {
+    let mut injected = 0;
+    for seed in ["23", "24", "25"] {
+        let [first, again] = [(); 2].map(|()| in_turns(&["--seed", seed]));
+        assert_eq!(first["sequence"], again["sequence"], "{first} {again}");
+        injected += number(&first, "injected");
+    }
+    assert!(injected > 0);
+}
+
+/// Begins a run that takes long, and waits until it is at work.
+fn begun(folder: &TempDir, args: &[&str]) -> (Child, BufReader<std::process::ChildStderr>) {
+    let mut child = command(folder.path(), &["--threads", "2"])
+        .args(args)
         .stderr(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
@@ -125,7 +159,7 @@ fn begun(folder: &TempDir) -> (Child, BufReader<std::process::ChildStderr>) {
 #[test]
 fn ctrl_c_ends_it_and_no_file_is_left() {
     let folder = TempDir::new().unwrap();
-    let (mut child, _errors) = begun(&folder);
+    let (mut child, _errors) = begun(&folder, &["--seconds", "600"]);
     assert_eq!(files(&folder).len(), 4);
     // SAFETY: a child that was not waited for yet.
     unsafe { libc::kill(i32::try_from(child.id()).unwrap(), libc::SIGINT) };
@@ -134,10 +168,9 @@ fn ctrl_c_ends_it_and_no_file_is_left() {
 }
 
 /// The run must be able to fail: here a model's file shrinks under it.
-#[test]
-fn what_goes_wrong_is_told_with_the_command_that_repeats_it() {
+fn fails_under(args: &[&str], repeats: &[&str]) {
     let folder = TempDir::new().unwrap();
-    let (child, mut reader) = begun(&folder);
+    let (child, mut reader) = begun(&folder, args);
     for name in files(&folder) {
         std::fs::OpenOptions::new().write(true).open(folder.path().join(name)).unwrap().set_len(100).unwrap();
     }
@@ -145,8 +178,21 @@ fn what_goes_wrong_is_told_with_the_command_that_repeats_it() {
     std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{rest}");
-    assert!(rest.contains("safetensors") && rest.contains("vram-pager stress --device emulated"), "{rest}");
+    assert!(rest.contains("safetensors"), "{rest}");
+    let command = rest.lines().find(|line| line.contains("vram-pager stress --device emulated")).unwrap();
+    assert!(repeats.iter().all(|part| command.contains(part)), "{rest}");
     assert!(files(&folder).is_empty(), "{:?}", files(&folder));
+}
+
+#[test]
+fn what_goes_wrong_is_told_with_the_command_that_repeats_it() {
+    fails_under(&["--seconds", "600"], &["--threads 2", "--operations 6000"]);
+}
+
+#[test]
+fn in_turns_the_command_that_repeats_it_says_so() {
+    let args = ["--in-turns", "--operations", "10000000", "--seed", "5"];
+    fails_under(&args, &["--threads 2", "--seed 5", "--operations 10000000", "--in-turns"]);
 }
 
 #[test]
@@ -159,6 +205,7 @@ fn bad_usage_is_refused_with_what_would_be_right() {
         (&["--oversubscription", "0"], "0.1 to 64"),
         (&["--operations", "0"], "0"),
         (&["--seconds", "1", "--operations", "1"], "cannot be used with"),
+        (&["--seconds", "1", "--in-turns"], "cannot be used with"),
     ] {
         let output = command(folder.path(), args).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{args:?}: {}", errors(&output));

@@ -495,6 +495,42 @@ fn a_kernel_that_touches_what_it_may_not_loses_the_card() {
     assert_eq!(device.live(), LiveObjects::default());
 }
 
+/// What no driver sees reaches the stand-in by its hooks: see the same on the emulated card.
+#[test]
+fn what_the_host_writes_is_not_copied_before_it_has_ended_and_both_call_sites_are_told() {
+    let (_alone, standin) = alone();
+    let device = open("cuda:0").unwrap();
+    let stream = Arc::new(Stream::new(&device, StreamPriority::Normal).unwrap());
+    let target = PoolAllocation::new(&stream, 64).unwrap();
+    // Page-locked: a copy from other memory has read it when the call returns.
+    let mut block = HostBlock::map(&device, MIB).unwrap();
+    block.page_lock().unwrap();
+    let host = block.start().cast_const();
+    standin.keep_sites(0);
+    standin.take_told();
+    // SAFETY: the block outlives the copies, which are waited for.
+    let copy = || unsafe { device.copy_to_device(target.range(), host, ModelTime::ZERO, stream.id()) };
+    let begun = format!("tests/cuda_standin.rs:{}", line!() + 1);
+    device.begin_host_write(host.wrapping_add(60), 4).unwrap();
+    assert!(copy().is_err());
+    let told = standin.take_told();
+    assert!(
+        matches!(told.as_slice(), [told] if told.contains(&begun)
+        && told.contains("cuMemcpyHtoDAsync")
+        && told.matches("tests/cuda_standin.rs:").count() > 1),
+        "{told:?}"
+    );
+    device.end_host_write(host.wrapping_add(60), 4);
+    copy().unwrap();
+    assert!(device.begin_host_write(host, 64).unwrap_err().is_misuse());
+    assert_eq!(standin.take_told().len(), 1);
+    stream.synchronize().unwrap();
+    device.host_write(host, 64).unwrap();
+    copy().unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(standin.take_told(), Vec::<String>::new());
+}
+
 #[test]
 fn the_driver_finds_its_own_functions_as_runtimes_look_them_up() {
     type GetProc = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;

@@ -80,6 +80,35 @@ fn taking_memory_from_under_a_copy_is_refused_and_both_calls_are_named() {
     assert_eq!(device.live().page_locked_bytes, 0);
 }
 
+#[test]
+fn page_locked_memory_that_a_copy_reads_outlives_its_owner() {
+    let device = small_card();
+    let (range, _frames) = mapped(&device, 1);
+    let copier = stream(&device);
+    let mut block = HostBlock::map(&shared(&device), PAGE).unwrap();
+    block.page_lock().unwrap();
+    let hold = device.hold(copier.id(), SECOND).unwrap();
+    // SAFETY: what is tested is that the block may go away nonetheless.
+    unsafe {
+        block.start().write_bytes(0x5A, usize::try_from(PAGE).unwrap());
+        let to = DeviceRange::new(range.address(0), PAGE);
+        device.copy_to_device(to, block.start(), ModelTime::ZERO, copier.id()).unwrap();
+    }
+    // An owner that waits for nothing.
+    drop(block);
+    let told = device.take_deferred();
+    assert!(told.iter().any(DeviceError::is_misuse), "{told:?}");
+    drop(hold);
+    copier.synchronize().unwrap();
+    let mut back = vec![0_u8; usize::try_from(PAGE).unwrap()];
+    // SAFETY: nobody reads `back` before the wait.
+    unsafe {
+        device.copy_to_host(back.as_mut_ptr(), DeviceRange::new(range.address(0), PAGE), copier.id()).unwrap()
+    };
+    copier.synchronize().unwrap();
+    assert!(back.iter().all(|byte| *byte == 0x5A));
+}
+
 /// A card that watches over memory in use, in every build, and keeps the calls that led to each operation.
 fn watching_card() -> Arc<EmulatedDevice> {
     let options = EmulatedOptions { page_bytes: PAGE, watch: true, ..EmulatedOptions::new(MIB) };
@@ -148,6 +177,37 @@ fn the_host_may_not_write_what_a_copy_may_still_read() {
     );
     stream.synchronize().unwrap();
     device.host_write(host.as_ptr(), PAGE).unwrap();
+}
+
+/// Whichever comes first: a copy while the host still writes is refused, from the first byte to the last, and
+/// so is a second writer.
+#[test]
+fn what_the_host_writes_is_not_copied_before_it_has_ended_and_both_call_sites_are_named() {
+    let device = watching_card();
+    let stream = stream(&device);
+    let (range, _frames) = mapped(&device, 1);
+    let host = vec![7_u8; usize::try_from(PAGE).unwrap()];
+    let (first, last) = (host.as_ptr(), host[host.len() - 1..].as_ptr());
+    let to = DeviceRange::new(range.range().start, 1);
+    // SAFETY: the source outlives the copies, and what would be unsafe is refused.
+    let copy = |from| unsafe { device.copy_to_device(to, from, ModelTime::ZERO, stream.id()) };
+    let begun = format!("tests/emulated_device.rs:{}", line!() + 1);
+    device.begin_host_write(host.as_ptr(), PAGE).unwrap();
+    for from in [first, last] {
+        let parts = ["copy_to_device", "is written by the host", &begun, "now used at stream"];
+        assert_misuse(copy(from), &parts);
+    }
+    assert_misuse(device.begin_host_write(last, 1), &["host_write", "is written by the host", &begun]);
+    // What only touches it is not in it.
+    device.host_write(last.wrapping_add(1), 1).unwrap();
+    assert_eq!(device.take_caught().len(), 3);
+    device.end_host_write(host.as_ptr(), PAGE);
+    copy(first).unwrap();
+    assert_misuse(device.begin_host_write(host.as_ptr(), PAGE), &["in use by copy_to_device"]);
+    stream.synchronize().unwrap();
+    // The refusal has begun nothing.
+    copy(last).unwrap();
+    stream.synchronize().unwrap();
 }
 
 #[test]

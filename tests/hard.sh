@@ -73,6 +73,19 @@ stress_until() { # checked operations, seconds of each run, first seed
     echo "stress: $checked checked operations in $((SECONDS - at)) s, nothing wrong, nothing left"
 }
 
+# Threads whose operations start one at a time, on both cards at once: less meets, and what is found comes again.
+stress_in_turns() { # first seed, operations of each thread, how many seeds
+    local seed other at=$SECONDS
+    for ((seed = $1; seed < $1 + $3; seed++)); do
+        stress_report standin "$seed" --in-turns --operations "$2" --threads 4 --models 4 --device cuda:0 >"$folder/standin" &
+        other=$!
+        stress_run emulated "$seed" --in-turns --operations "$2" --threads 4 --models 4
+        wait "$other"
+        stress_add "$(<"$folder/standin")"
+    done
+    echo "stress in turns: done in $((SECONDS - at)) s"
+}
+
 section_stress() {
     cargo build --quiet --bin vram-pager
     standin
@@ -81,9 +94,11 @@ section_stress() {
     checked=0
     if [ "$short" = 1 ]; then
         stress_until 1000000 10 1
+        stress_in_turns 1 800 3
         return
     fi
     stress_until 5000000 60 1
+    stress_in_turns 1 3000 20
     local seed none=emulated:1MiB,page=4KiB,vmm=none
     for seed in $(seq 1 20); do
         # Each shape of a run that has found something, and those at the edges.

@@ -394,3 +394,25 @@ fn a_panic_under_the_pagers_lock_leaves_a_pager_that_works() {
     assert!(failures.is_empty(), "{failures:#?}");
     assert!(met > 50, "only {met} of the runs met their panic");
 }
+
+/// What the tests rely on: a hang ends the whole process, and says what hung although its output is captured.
+#[test]
+fn a_watchdog_ends_a_test_that_hangs_and_says_which() {
+    const HANGS: &str = "VRAM_PAGER_TEST_HANGS";
+    const NAME: &str = "a_watchdog_ends_a_test_that_hangs_and_says_which";
+    if std::env::var_os(HANGS).is_some() {
+        let _watchdog = Watchdog::new(1, format!("{NAME}, number 7"));
+        loop {
+            std::thread::park();
+        }
+    }
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", NAME])
+        .env(HANGS, "1")
+        .env_remove("VRAM_PAGER_TEST_PATIENCE")
+        .output()
+        .unwrap();
+    assert!(!child.status.success());
+    let told = String::from_utf8_lossy(&child.stderr).into_owned();
+    assert!(told.contains(&format!("hung for 1 s: {NAME}, number 7")), "{told}");
+}

@@ -5,8 +5,11 @@
 #
 # --short (the default) runs the tests of the pager that work with many threads, held guards, panics and
 # injected faults: the package in tests/sanitizers builds them with nothing that they do not use. --long
-# runs the stress subcommand, and under AddressSanitizer the whole suite. --self-check only shows that the
-# sanitizer works.
+# runs the whole suite and the stress subcommand. --self-check only shows that the sanitizer works.
+#
+# The driver stand-in is a library that the tests open. Under ThreadSanitizer it is built anew, instrumented like
+# the programs: otherwise the order that its locks make would not be seen. A program has the sanitizer's functions
+# in it and gives them to the library. Under AddressSanitizer the library is taken as it is.
 #
 # Before anything else a planted use after free, or a planted race, has to be reported. Without that the
 # script fails: a sanitizer that reports nothing proves nothing.
@@ -35,7 +38,8 @@ case "$sanitizer" in
     thread)
         # The standard library as it is shipped is not instrumented, so the order that its locks, channels and
         # counts make is not seen, and every use of them looks like a race. It is built anew here.
-        flags="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer"
+        # Programs export its functions, for the driver stand-in that they open.
+        flags="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer -Clink-arg=-Wl,--export-dynamic-symbol=__tsan_*"
         std=(-Zbuild-std)
         fault=race report="ThreadSanitizer: data race"
         export TSAN_OPTIONS="exitcode=99:history_size=4:${TSAN_OPTIONS:-}"
@@ -48,6 +52,8 @@ target=x86_64-unknown-linux-gnu
 export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags ${SANITIZER_RUSTFLAGS:-}"
 export RUSTDOCFLAGS="$RUSTFLAGS"
 export RUST_TEST_THREADS="${RUST_TEST_THREADS:-2}"
+# Tests that end what hangs wait longer: a sanitizer makes everything several times slower.
+export VRAM_PAGER_TEST_PATIENCE="${VRAM_PAGER_TEST_PATIENCE:-10}"
 build=("${std[@]}" --target "$target" --target-dir "$PWD/target/sanitizer-$sanitizer")
 small=(--manifest-path tests/sanitizers/Cargo.toml "${build[@]}")
 
@@ -77,16 +83,21 @@ if [[ $sanitizer == address ]]; then
     # The driver stand-in is loaded as it is: a library, built without the flags that are for the program.
     export VRAM_PAGER_STANDIN_DIR="${VRAM_PAGER_STANDIN_DIR:-$PWD/target/standin}"
     [ -e "$VRAM_PAGER_STANDIN_DIR/libcuda.so.1" ] || env -u RUSTFLAGS -u RUSTC_BOOTSTRAP .ci/cuda build "$VRAM_PAGER_STANDIN_DIR"
-    # What measures memory by the process, or starts children under limits, means nothing under a sanitizer:
-    # its shadow is terabytes of address space, and it keeps freed memory for a while. It turns a child's death
-    # by SIGSEGV into an exit.
-    skip=(--skip large_allocations_that_are_refused --skip the_limit_of_locked_memory
-        --skip leave_everything_flat --skip the_host_faults_where_nothing_is_accessible)
-    cargo test --quiet --locked "${build[@]}" --no-fail-fast -- "${skip[@]}"
 else
-    # The locks of a library that is not instrumented are not seen, so that it cannot be the stand-in's turn.
-    cargo test --quiet --locked "${small[@]}" --no-fail-fast
+    export VRAM_PAGER_STANDIN_DIR="$PWD/target/sanitizer-$sanitizer/standin"
+    cargo rustc --quiet --locked "${build[@]}" --example cuda_standin -- -C link-arg=-Wl,-soname,libcuda.so.1
+    mkdir -p "$VRAM_PAGER_STANDIN_DIR"
+    library="target/sanitizer-$sanitizer/$target/debug/examples/libcuda_standin.so"
+    grep -q __tsan_func_entry "$library" || fail "the driver stand-in is not instrumented"
+    cp "$library" "$VRAM_PAGER_STANDIN_DIR/libcuda.so.1"
+    ln -sf libcuda.so.1 "$VRAM_PAGER_STANDIN_DIR/libcuda.so"
 fi
+# What measures memory by the process, or starts children under limits, means nothing under a sanitizer:
+# its shadow is terabytes of address space, and it keeps freed memory for a while. It turns a child's death
+# by SIGSEGV into an exit.
+skip=(--skip large_allocations_that_are_refused --skip the_limit_of_locked_memory
+    --skip leave_everything_flat --skip the_host_faults_where_nothing_is_accessible)
+cargo test --quiet --locked "${build[@]}" --no-fail-fast -- "${skip[@]}"
 cargo build --quiet --locked "${build[@]}" --bin vram-pager
 pager="target/sanitizer-$sanitizer/$target/debug/vram-pager"
 for seed in 1 2; do

@@ -133,6 +133,12 @@ impl HostMemory for NullDevice {
     unsafe fn page_unlock(&self, _: *mut u8) -> Result<(), DeviceError> {
         Ok(())
     }
+
+    fn begin_host_write(&self, _: *const u8, _: u64) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn end_host_write(&self, _: *const u8, _: u64) {}
 }
 
 impl Streams for NullDevice {

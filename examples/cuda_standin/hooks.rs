@@ -98,20 +98,33 @@ unsafe fn give(text: &str, to: *mut c_char, room: usize) -> usize {
     text.len()
 }
 
-/// The host is about to write its memory, or to give it up: what a driver cannot see. Answers 1, and tells of
-/// misuse, if a copy of any card may still use it.
+/// The host writes its memory from here on: what a driver cannot see. Answers 1, tells of misuse and begins
+/// nothing if a copy of any card may still use it.
 // SAFETY: a name of this library's own.
 #[unsafe(no_mangle)]
-pub extern "C" fn vram_pager_standin_host_write(start: *const c_void, bytes: usize) -> c_int {
+pub extern "C" fn vram_pager_standin_begin_host_write(start: *const c_void, bytes: usize) -> c_int {
     let devices: Vec<_> = state().cards.iter().flatten().map(|card| card.device.clone()).collect();
-    let refused = devices.iter().find_map(|device| device.host_write(start.cast(), bytes as u64).err());
-    match refused {
-        Some(error) => {
+    for (place, device) in devices.iter().enumerate() {
+        if let Err(error) = device.begin_host_write(start.cast(), bytes as u64) {
+            for begun in &devices[..place] {
+                begun.end_host_write(start.cast(), bytes as u64);
+            }
             shout("host_write", &error.to_string());
-            1
+            return 1;
         }
-        None => 0,
     }
+    0
+}
+
+/// The host has written what it said that it would. Answers 0.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_end_host_write(start: *const c_void, bytes: usize) -> c_int {
+    let devices: Vec<_> = state().cards.iter().flatten().map(|card| card.device.clone()).collect();
+    for device in devices {
+        device.end_host_write(start.cast(), bytes as u64);
+    }
+    0
 }
 
 /// From here on each operation of an open card keeps the calls that led to it, so that misuse is told with

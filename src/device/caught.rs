@@ -141,9 +141,20 @@ caught! { VirtualMemory:
     fn unmap(at: DeviceRange) -> ();
 }
 
-caught! { HostMemory:
-    fn page_lock(start: *mut u8, bytes: u64) -> ();
-    fn page_unlock(start: *mut u8) -> ();
+impl HostMemory for Caught {
+    caught!(@one fn page_lock(start: *mut u8, bytes: u64) -> ());
+    caught!(@one fn page_unlock(start: *mut u8) -> ());
+    caught!(@one safe fn begin_host_write(start: *const u8, bytes: u64) -> ());
+
+    fn end_host_write(&self, start: *const u8, bytes: u64) {
+        let ended = self.call("end_host_write", |device| {
+            device.end_host_write(start, bytes);
+            Ok(())
+        });
+        if let Err(error) = ended {
+            self.inner.defer(error);
+        }
+    }
 }
 
 caught! { Streams:

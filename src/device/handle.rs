@@ -623,12 +623,18 @@ impl fmt::Debug for HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        if let Err(error) = self.device.host_write(self.start, self.bytes) {
+        let written = self.device.host_write(self.start, self.bytes);
+        // SAFETY: the owner of the block waits for the copies that use it before it drops the block.
+        let unlocked = unsafe { self.page_unlock() };
+        let mut in_use = false;
+        for error in [written, unlocked].into_iter().filter_map(Result::err) {
+            in_use |= error.is_misuse() || error.is_lost();
             self.device.defer(error);
         }
-        // SAFETY: the owner of the block waits for the copies that use it before it drops the block.
-        if let Err(error) = unsafe { self.page_unlock() } {
-            self.device.defer(error);
+        // An owner that did not wait, or could not because the device is lost: memory that a copy may still
+        // touch stays the process's for good.
+        if in_use {
+            return;
         }
         // SAFETY: the mapping is ours alone, `bytes` long, and goes away.
         unsafe { libc::munmap(self.start.cast(), usize::try_from(self.bytes).unwrap_or(usize::MAX)) };

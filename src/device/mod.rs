@@ -274,11 +274,22 @@ pub trait HostMemory {
     /// The block was page-locked by this device and no copy in flight uses it.
     unsafe fn page_unlock(&self, start: *mut u8) -> Result<(), DeviceError>;
 
-    /// Says that the host is about to write `bytes` of its memory at `start`, or to give them up. A device
-    /// that watches over memory in use refuses that as misuse while a copy whose end the host was not told
-    /// touches them; any other takes no notice.
+    /// Says that the host writes `bytes` of its memory at `start` from here on, until
+    /// [`Self::end_host_write`]. A device that watches over memory in use refuses that as misuse while a copy
+    /// whose end the host was not told touches them, or while somebody else writes them; and it refuses each
+    /// copy that would touch them before the end. Any other device takes no notice. After an error nothing
+    /// has begun.
+    ///
+    /// Both calls have no body of their own, so that a device which passes calls on cannot forget them.
+    fn begin_host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError>;
+
+    /// Ends what [`Self::begin_host_write`] began with the same numbers.
+    fn end_host_write(&self, start: *const u8, bytes: u64);
+
+    /// Says that the host writes `bytes` of its memory at `start` now, or gives them up.
     fn host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
-        let _ = (start, bytes);
+        self.begin_host_write(start, bytes)?;
+        self.end_host_write(start, bytes);
         Ok(())
     }
 }

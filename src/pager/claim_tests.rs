@@ -7,6 +7,7 @@ use crate::device::SharedDevice;
 use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
 use crate::pager::frames::{NONE, Role};
 use crate::pager::small_model;
+use crate::pager::watchdog::Watchdog;
 use crate::pager::{ModelOptions, Pager, PagerError, PagerOptions, RingSize};
 use crate::units::KIB;
 use crate::weights::UnitId;
@@ -19,6 +20,7 @@ const PAGE: u64 = 4 * KIB;
 #[test]
 fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
     const UNITS: usize = 24;
+    let _watchdog = Watchdog::new(60, "a_frame_that_was_given_up_while_another_was_looked_for_is_not_used");
     let (_folder, index) = small_model::open(UNITS);
     let mut options = EmulatedOptions::new(12 * PAGE);
     options.page_bytes = PAGE;

@@ -554,12 +554,16 @@ impl ReadJob for PageRead {
             core.device.set_now(self.available);
         }
         self.read = match buffer.bytes_mut() {
-            Ok(bytes) => {
+            Ok(mut bytes) => {
                 if waits {
                     self.available = core.device.schedule_read(layout.content_bytes(range.clone()));
                 }
-                read_extents(index, cut_extents(layout, range, core.page_bytes), base, bytes)
-                    .map_err(PagerError::from)
+                let read = read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes);
+                if core.options.mutated().by(Mutation::CopyWhileRead) {
+                    // It goes on writing, as far as anybody was told.
+                    std::mem::forget(bytes);
+                }
+                read.map_err(PagerError::from)
             }
             Err(error) => Err(error.into()),
         };

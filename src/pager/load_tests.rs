@@ -9,6 +9,7 @@ use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
 use crate::device::{self, SharedDevice};
 use crate::pager::frames::NONE;
 use crate::pager::small_model;
+use crate::pager::watchdog::Watchdog;
 use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
 use crate::units::{KIB, MIB};
 use crate::weights::UnitId;
@@ -20,6 +21,7 @@ const PAGE: u64 = 4 * KIB;
 #[test]
 fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
     const UNITS: usize = 24;
+    let _watchdog = Watchdog::new(60, "a_page_waits_for_its_own_half_of_a_load_that_was_split");
     let (_folder, index) = small_model::open(UNITS);
     let device = device::open("emulated:48KiB,page=4KiB").unwrap();
     let options = PagerOptions {

@@ -61,6 +61,9 @@ mod rows;
 mod small_model;
 mod streams;
 mod verify;
+#[cfg(test)]
+#[path = "../../tests/common/watchdog.rs"]
+mod watchdog;
 mod word;
 mod words;
 

@@ -20,6 +20,8 @@ pub(crate) enum Mutation {
     SlotWithoutWait,
     /// A staging buffer is used again while a copy reads it.
     StagingWithoutWait,
+    /// A buffer is copied while its reader still writes it.
+    CopyWhileRead,
     /// What is on the card stays when the patches change.
     StalePatches,
     /// A page is written anew for other patches while a kernel reads the old bytes.

@@ -134,7 +134,7 @@ pub(super) fn fault_rows<'m>(
         let mut buffer = super::load::take_buffer(core, slots)?;
         let mut file_bytes = 0;
         let available = if core.device.info().keeps_bytes {
-            let target = buffer.bytes_mut()?;
+            let mut target = buffer.bytes_mut()?;
             let mut filled = 0_u64;
             while filled < part {
                 let (number, within) = ((done + filled) / row_bytes, (done + filled) % row_bytes);

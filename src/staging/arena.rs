@@ -320,9 +320,14 @@ impl Arena {
         }
     }
 
-    /// Tells the device that the host writes to this memory now.
-    pub(super) fn host_write(&self, start: *mut u8, bytes: u64) -> Result<(), DeviceError> {
-        self.shared.device.host_write(start, bytes)
+    /// Tells the device that the host writes to this memory from here on.
+    pub(super) fn begin_host_write(&self, start: *mut u8, bytes: u64) -> Result<(), DeviceError> {
+        self.shared.device.begin_host_write(start, bytes)
+    }
+
+    /// Tells the device that the host has written to this memory.
+    pub(super) fn end_host_write(&self, start: *mut u8, bytes: u64) {
+        self.shared.device.end_host_write(start, bytes);
     }
 
     /// An empty list of fences.

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "a buffer hands out its bytes of the registered block")]
 
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::arena::Arena;
@@ -69,23 +70,23 @@ impl StagingBuffer {
 
     /// The bytes, for a reader to fill. No copy may be in flight: one reads the same memory.
     ///
+    /// The device is told that the host writes them until the answer is dropped: one that watches over memory in
+    /// use refuses every copy of them meanwhile.
+    ///
     /// # Errors
     /// The device fails while the copies in flight are waited for.
-    pub fn bytes_mut(&mut self) -> Result<&mut [u8], DeviceError> {
+    pub fn bytes_mut(&mut self) -> Result<Filling<'_>, DeviceError> {
         for copy in self.copies.drain(..) {
             copy.wait()?;
         }
-        self.arena.host_write(self.start, self.len())?;
-        let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
-        // SAFETY: the run belongs to this buffer alone until it is dropped, lies inside its block, which the
-        // arena keeps mapped, and no copy reads it (waited for above; a new one needs `&mut self`).
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.start, len) })
+        self.arena.begin_host_write(self.start, self.len())?;
+        Ok(Filling { buffer: self })
     }
 
     /// The bytes, to read on the host.
     pub fn bytes(&self) -> &[u8] {
         let len = usize::try_from(self.len()).unwrap_or(usize::MAX);
-        // SAFETY: as in `bytes_mut`; writing needs `&mut self`, and copies only read.
+        // SAFETY: as in `Filling`; writing needs `&mut self`, and copies only read.
         unsafe { std::slice::from_raw_parts(self.start, len) }
     }
 
@@ -102,6 +103,36 @@ impl StagingBuffer {
             self.copies.retain(|copy| !copy.is_done().unwrap_or(false));
         }
         self.copies.push(fence);
+    }
+}
+
+/// A buffer's bytes while the host fills them.
+#[derive(Debug)]
+pub struct Filling<'b> {
+    buffer: &'b mut StagingBuffer,
+}
+
+impl Deref for Filling<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.buffer.bytes()
+    }
+}
+
+impl DerefMut for Filling<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        let len = usize::try_from(self.buffer.len()).unwrap_or(usize::MAX);
+        // SAFETY: the run belongs to the buffer alone until it is dropped, lies inside its block, which the
+        // arena keeps mapped, and no copy reads it (`bytes_mut` waited for those; a new one needs the buffer,
+        // which is borrowed here).
+        unsafe { std::slice::from_raw_parts_mut(self.buffer.start, len) }
+    }
+}
+
+impl Drop for Filling<'_> {
+    fn drop(&mut self) {
+        self.buffer.arena.end_host_write(self.buffer.start, self.buffer.len());
     }
 }
 

@@ -17,8 +17,10 @@ mod cards;
 #[allow(unsafe_code, reason = "calls the hooks of the stand-in's library")]
 #[path = "../standin/mod.rs"]
 pub mod standin;
+mod watchdog;
 
 pub use cards::{Hooks, card, emulated_card, hooked_card, on_cuda, small_card};
+pub(crate) use watchdog::Watchdog;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -153,37 +155,6 @@ pub fn read_back(
     unsafe { device.copy_to_host(bytes.as_mut_ptr(), range, stream.id()).unwrap() };
     stream.synchronize().unwrap();
     bytes
-}
-
-/// Ends the process with a message if it is not dropped within `seconds`: a hang is a failure that a
-/// person can read, not a test run without end.
-pub struct Watchdog {
-    alive: Option<std::sync::mpsc::Sender<()>>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Watchdog {
-    pub fn new(seconds: u64, what: impl Into<String>) -> Self {
-        let what = what.into();
-        let (alive, watched) = std::sync::mpsc::channel();
-        let thread = std::thread::spawn(move || {
-            let limit = std::time::Duration::from_secs(seconds);
-            if watched.recv_timeout(limit) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                eprintln!("hung for {seconds} s: {what}");
-                std::process::abort();
-            }
-        });
-        Self { alive: Some(alive), thread: Some(thread) }
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        drop(self.alive.take());
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
 }
 
 /// The number of a unit as its id.

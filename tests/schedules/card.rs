@@ -138,6 +138,14 @@ impl HostMemory for Card {
         // SAFETY: the caller's promise.
         unsafe { self.inner.page_unlock(start) }
     }
+
+    fn begin_host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+        self.inner.begin_host_write(start, bytes)
+    }
+
+    fn end_host_write(&self, start: *const u8, bytes: u64) {
+        self.inner.end_host_write(start, bytes);
+    }
 }
 
 impl Streams for Card {

@@ -74,6 +74,14 @@ impl HostMemory for Wrapped {
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.page_unlock(start) }
     }
+
+    fn begin_host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+        self.inner.begin_host_write(start, bytes)
+    }
+
+    fn end_host_write(&self, start: *const u8, bytes: u64) {
+        self.inner.end_host_write(start, bytes);
+    }
 }
 
 impl Device for Wrapped {

@@ -207,17 +207,29 @@ driver_table! {
     );
 }
 
-/// A call that only a stand-in for the driver has, and that no driver needs: the host is about to write so many
-/// bytes of its memory, or to give them up.
+/// A call that only a stand-in for the driver has, and that no driver needs: the host begins or ends to write
+/// so many bytes of its memory.
 type HostWrite = unsafe extern "C" fn(*const c_void, usize) -> c_int;
 
-/// Tells a stand-in of the driver what a driver cannot see; true if it says that a copy still uses the memory.
+/// Tells a stand-in of the driver what a driver cannot see: the host writes from here on. True if it says that
+/// a copy still uses the memory.
 pub(super) fn stand_in_refuses_host_write(start: *const c_void, bytes: usize) -> bool {
     static HOOK: OnceLock<Option<HostWrite>> = OnceLock::new();
     // SAFETY: only a device asks, and it has a driver library; the name is the stand-in's own, of this type.
-    let hook = HOOK.get_or_init(|| unsafe { lookup("vram_pager_standin_host_write") });
+    let hook = HOOK.get_or_init(|| unsafe { lookup("vram_pager_standin_begin_host_write") });
     // SAFETY: it takes any numbers, and reads nothing through them.
     hook.is_some_and(|hook| unsafe { hook(start, bytes) } != 0)
+}
+
+/// Tells a stand-in of the driver that the host has written what it said that it would.
+pub(super) fn tell_stand_in_of_host_write(start: *const c_void, bytes: usize) {
+    static HOOK: OnceLock<Option<HostWrite>> = OnceLock::new();
+    // SAFETY: as above.
+    let hook = HOOK.get_or_init(|| unsafe { lookup("vram_pager_standin_end_host_write") });
+    if let Some(hook) = hook {
+        // SAFETY: it takes any numbers, and reads nothing through them.
+        unsafe { hook(start, bytes) };
+    }
 }
 
 /// Looks one name up. The library is never unloaded, so the pointer stays valid.

@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::card::{CudaDevice, count, frame_properties, location};
 use super::code::OUT_OF_MEMORY;
-use super::driver::{Answer, Refusal, insist, stand_in_refuses_host_write};
+use super::driver::{Answer, Refusal, insist, stand_in_refuses_host_write, tell_stand_in_of_host_write};
 use crate::device::handle::host_page_bytes;
 use crate::device::{DeviceError, FrameId, HostMemory, VirtualMemory};
 use crate::units::{DeviceAddress, DeviceRange};
@@ -398,13 +398,19 @@ impl HostMemory for CudaDevice {
         self.give_back(|| unsafe { self.driver.mem_host_unregister(start.cast::<c_void>()) })
     }
 
-    fn host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+    fn begin_host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         if cfg!(debug_assertions) && stand_in_refuses_host_write(start.cast(), bytes) {
             let why = format!("a copy may still use {bytes} bytes at {start:p}, says the driver's stand-in");
             return Err(misuse("host_write", why));
         }
         Ok(())
+    }
+
+    fn end_host_write(&self, start: *const u8, bytes: u64) {
+        if cfg!(debug_assertions) {
+            tell_stand_in_of_host_write(start.cast(), usize::try_from(bytes).unwrap_or(usize::MAX));
+        }
     }
 }
 

@@ -94,8 +94,18 @@ impl HostMemory for EmulatedDevice {
         fault.map_or(Ok(()), Err)
     }
 
-    fn host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
+    fn begin_host_write(&self, start: *const u8, bytes: u64) -> Result<(), DeviceError> {
         let span = HostSpan::new(start, bytes);
-        self.watched(|memory, before| memory.watch_host("host_write", span, before))
+        self.watched(|memory, before| {
+            memory.watch_host("host_write", span, before)?;
+            memory.begin_host_write(span);
+            Ok(())
+        })
+    }
+
+    fn end_host_write(&self, start: *const u8, bytes: u64) {
+        if self.watches() {
+            self.shared.memory.lock().end_host_write(HostSpan::new(start, bytes));
+        }
     }
 }

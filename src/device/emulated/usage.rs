@@ -254,10 +254,13 @@ impl Memory {
             let writes = matches!(work, Work::ToHost { .. });
             operation.note(span.address, span.address.saturating_add(span.bytes), 0, writes)
         });
-        if let (Some(note), Some(span)) = (&host, work.host())
-            && let Some(earlier) = history.host_conflict(note, before)
-        {
-            return Err(operation.unordered(span.as_range(), earlier));
+        if let (Some(note), Some(span)) = (&host, work.host()) {
+            if let Some(earlier) = history.host_conflict(note, before) {
+                return Err(operation.unordered(span.as_range(), earlier));
+            }
+            if let Some(writer) = history.writer(span.address, span.address.saturating_add(span.bytes)) {
+                return Err(operation.under_the_host(span.as_range(), writer));
+            }
         }
         if let Some(history) = &mut self.history {
             for (page, note) in notes {
@@ -291,7 +294,8 @@ impl Memory {
         Ok(())
     }
 
-    /// Refuses to let the host write, or give up, memory whose uses by copies it does not know to be done.
+    /// Refuses to let the host write, or give up, memory whose uses by copies it does not know to be done, or that
+    /// somebody writes.
     pub(super) fn watch_host(
         &mut self,
         call: &'static str,
@@ -299,9 +303,27 @@ impl Memory {
         before: &Before<'_>,
     ) -> Result<(), DeviceError> {
         let Some(history) = &mut self.history else { return Ok(()) };
-        match history.leave_host(span.address, span.address.saturating_add(span.bytes), before) {
-            Some(user) => Err(history.in_use(call, "the host memory", span.as_range(), &user)),
+        let (from, to) = (span.address, span.address.saturating_add(span.bytes));
+        if let Some(user) = history.leave_host(from, to, before) {
+            return Err(history.in_use(call, "the host memory", span.as_range(), &user));
+        }
+        match history.writer(from, to) {
+            Some(writer) => Err(history.is_written(call, span.as_range(), writer)),
             None => Ok(()),
+        }
+    }
+
+    /// The host writes `span` from here on. Call it after [`Self::watch_host`].
+    pub(super) fn begin_host_write(&mut self, span: HostSpan) {
+        if let Some(history) = &mut self.history {
+            history.begin_write(span.address, span.address.saturating_add(span.bytes));
+        }
+    }
+
+    /// The host is done with what it wrote of `span`.
+    pub(super) fn end_host_write(&mut self, span: HostSpan) {
+        if let Some(history) = &mut self.history {
+            history.end_write(span.address, span.address.saturating_add(span.bytes));
         }
     }
 

@@ -7,8 +7,12 @@
 //! told that all notes on it are done. So a missing wait is found whenever the code runs, not only when a
 //! thread happens to be slow.
 //!
-//! It under-reports in one place: what any thread of the host was told counts as known to all of them. With [`History::keep_sites`] each note keeps the calls that led to
-//! it, so that both sides can be named.
+//! The host writes for a while: from when it says so until it says that it is done, no copy may touch those
+//! bytes, and nobody else may write them. Whichever of the two comes second is refused, so it does not matter
+//! how fast a reader is.
+//!
+//! It under-reports in one place: what any thread of the host was told counts as known to all of them. With
+//! [`History::keep_sites`] each note keeps the calls that led to it, so that both sides can be named.
 //!
 //! Pure books behind the device's memory lock. May import `units` and the errors.
 
@@ -159,6 +163,26 @@ impl Operation {
         );
         DeviceError::Misuse { call: self.call, why }
     }
+
+    /// The refusal of a copy that touches what the host writes at that time.
+    pub(super) fn under_the_host(&self, range: DeviceRange, writer: &Writing) -> DeviceError {
+        let why = format!(
+            "the host memory {range:?} is written by the host{} and now used at stream {} #{}{}, before that write has ended",
+            site_text(&writer.site),
+            self.stream,
+            self.sequence,
+            site_text(&self.site),
+        );
+        DeviceError::Misuse { call: self.call, why }
+    }
+}
+
+/// Bytes of its own memory that the host writes, from when it said so until it says that it is done.
+#[derive(Debug)]
+pub(super) struct Writing {
+    from: u64,
+    to: u64,
+    site: Site,
 }
 
 /// A frame's page: the frame's place and the page's number in it.
@@ -169,6 +193,8 @@ type PageKey = (u32, u32);
 pub(super) struct History {
     pages: HashMap<PageKey, Vec<Note>>,
     host: Vec<Note>,
+    /// What the host writes now: as many as there are readers.
+    writing: Vec<Writing>,
     sites: bool,
 }
 
@@ -217,6 +243,26 @@ impl History {
         self.host.iter().rev().find(|note| note.overlaps(from, to)).cloned()
     }
 
+    /// The host writes `from .. to` until [`Self::end_write`].
+    pub(super) fn begin_write(&mut self, from: u64, to: u64) {
+        if from < to {
+            self.writing.push(Writing { from, to, site: self.site() });
+        }
+    }
+
+    /// Ends what [`Self::begin_write`] began with the same numbers.
+    pub(super) fn end_write(&mut self, from: u64, to: u64) {
+        if let Some(place) = self.writing.iter().position(|writing| (writing.from, writing.to) == (from, to))
+        {
+            self.writing.swap_remove(place);
+        }
+    }
+
+    /// Who writes any byte of the host's memory `from .. to` now.
+    pub(super) fn writer(&self, from: u64, to: u64) -> Option<&Writing> {
+        self.writing.iter().find(|writing| writing.from < to && from < writing.to)
+    }
+
     /// A frame is gone.
     pub(super) fn forget_frame(&mut self, place: u32, pages: u32) {
         for part in 0..pages {
@@ -238,6 +284,16 @@ impl History {
             user.stream,
             user.sequence,
             site_text(&user.site),
+            site_text(&self.site()),
+        );
+        DeviceError::Misuse { call, why }
+    }
+
+    /// The refusal to write, or give up, what the host writes already.
+    pub(super) fn is_written(&self, call: &'static str, range: DeviceRange, writer: &Writing) -> DeviceError {
+        let why = format!(
+            "the host memory {range:?} is written by the host{}, and before that has ended there is {call}{}",
+            site_text(&writer.site),
             site_text(&self.site()),
         );
         DeviceError::Misuse { call, why }
@@ -356,6 +412,25 @@ mod tests {
         let told = seen(&[(1, 3)]);
         let now = Before { stream: None, host: &told, exists: EVERY };
         assert!(history.leave_host(1999, 3000, &now).is_none());
+    }
+
+    #[test]
+    fn nobody_touches_what_the_host_writes_until_it_says_that_it_is_done() {
+        let mut history = History::default();
+        history.begin_write(1000, 2000);
+        history.begin_write(3000, 4000);
+        assert!(history.writer(1999, 2001).is_some() && history.writer(0, 1001).is_some());
+        assert!(history.writer(2000, 3000).is_none(), "between the two");
+        let range = DeviceRange::new(DeviceAddress(1500), 10);
+        let writer = history.writer(1500, 1510).unwrap();
+        let of_copy = operation(7, 3).under_the_host(range, writer).to_string();
+        assert!(of_copy.contains("stream 7 #3") && of_copy.contains("copy_to_device"), "{of_copy}");
+        let of_write = history.is_written("host_write", range, writer).to_string();
+        assert!(of_write.contains("host_write"), "{of_write}");
+        history.end_write(1000, 1999);
+        assert!(history.writer(1500, 1510).is_some(), "another write's end");
+        history.end_write(1000, 2000);
+        assert!(history.writer(0, 3000).is_none() && history.writer(3500, 3501).is_some());
     }
 
     #[test]

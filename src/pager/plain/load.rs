@@ -217,9 +217,11 @@ fn read(model: &PagedModel, run: &Range<u64>) -> Result<(StagingBuffer, u64), Pa
     let core = model.core();
     let slots = u32::try_from((run.end - run.start).div_ceil(core.page_bytes)).unwrap_or(u32::MAX);
     let mut buffer = take_buffer(core, slots)?;
-    let target = buffer.bytes_mut()?;
+    let mut target = buffer.bytes_mut()?;
     let extents = model.layout().extents(run.clone());
-    let read = catch_unwind(AssertUnwindSafe(|| read_extents(model.index(), extents, run.start, target)));
+    let read =
+        catch_unwind(AssertUnwindSafe(|| read_extents(model.index(), extents, run.start, &mut target)));
+    drop(target);
     match read {
         Ok(read) => Ok((buffer, read?)),
         Err(_) => {

@@ -10,6 +10,7 @@
 //! | `check` | guards checked by the kernel, many at a time |
 //! | `judge` | which errors are expected |
 //! | `numbers` | the seeded numbers |
+//! | `turns` | operations of several threads one at a time, in an order that the seed decides |
 //!
 //! A run is a sequence of rounds. Round `n` of a run is the first round of a run with the seed `n` further
 //! on, so that one that fails is repeated alone.
@@ -22,6 +23,7 @@ mod manage;
 mod numbers;
 mod resident;
 mod runner;
+mod turns;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,6 +37,7 @@ use vram_pager::units::format_size;
 
 use self::files::{Kind, Sizes};
 use self::runner::Runner;
+use self::turns::Turns;
 use self::world::{Counts, Setup, World};
 use crate::Outcome;
 use crate::interrupt;
@@ -66,13 +69,16 @@ const HANGS: Duration = Duration::from_secs(90);
 #[command(after_help = "Examples:\n  \
     vram-pager stress --seconds 60 --threads 4 --models 4\n  \
     vram-pager stress --device emulated:2MiB,page=4KiB,vmm=none --oversubscription 8\n  \
-    vram-pager stress --device cuda:0 --seconds 10 --json\n\n\
+    vram-pager stress --device cuda:0 --seconds 10 --json\n  \
+    vram-pager stress --in-turns --operations 2000 --threads 4 --seed 7 --json\n\n\
     A device without a size (`emulated`, `cuda:0`) is made 256 pages large. The models are made to fit the\n\
     oversubscription, in the folder for temporary files, and removed at the end.\n\n\
     A run goes in rounds. When one fails, the command that repeats it is printed. With one thread on an\n\
     emulated card the operations and faults are the same again (nothing is copied ahead then, since that goes\n\
     by how fast files are read), but page-locking goes on beside them, so an injected failure may meet another\n\
-    call; with several, each thread does the same again, but how they meet is the machine's affair.\n\n\
+    call; with several, each thread does the same again, but how they meet is the machine's affair. With\n\
+    `--in-turns` they meet in the same order each time. It finds less, since they never fault at the same moment,\n\
+    and what it finds comes again.\n\n\
     Device calls are made to fail on emulated cards and behind this project's driver stand-in. On a real\n\
     card nothing is injected.\n\n\
     Exit codes: 0 nothing was wrong, 1 a mismatch, a leak or an error that should not be.")]
@@ -84,6 +90,15 @@ pub(crate) struct Args {
     /// How long to go on
     #[arg(long, value_name = "S", default_value_t = 10, conflicts_with = "operations")]
     seconds: u64,
+
+    /// Let the threads' operations start one at a time, in an order that the seed decides
+    ///
+    /// The run then repeats also in how threads meet: the same seed and options do the same operations in the same
+    /// order, and `sequence` in the JSON is the same number. It is one round of `--operations` of each thread (6000
+    /// if not given), however long that takes. Guards are held while others have their turn, but nobody waits for
+    /// them, and nothing is copied ahead; the pager's own threads run as they like.
+    #[arg(long, conflicts_with = "seconds")]
+    in_turns: bool,
 
     /// One round of so many operations a thread, instead of some seconds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
@@ -143,6 +158,12 @@ struct Report {
     injected: u64,
     mismatches: u64,
     leaks: u64,
+    /// With `--in-turns`: what the operations were, in their order. The same for the same seed and options.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sequence: Option<String>,
+    /// With `--in-turns`: how they ended. The same as long as an injected failure meets the same call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    outcomes: Option<String>,
     seconds: f64,
 }
 
@@ -160,21 +181,24 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
         device,
         seed: args.seed,
         inject: !args.no_faults,
-        exact: args.threads == 1,
+        exact: args.threads == 1 || args.in_turns,
         sites: args.sites,
     };
     let deadline = began + Duration::from_secs(args.seconds);
     let operations = args.operations.unwrap_or(ROUND);
+    let one_round = args.operations.is_some() || args.in_turns;
     let outcome = loop {
         let done = AtomicBool::new(false);
         let round = std::thread::scope(|scope| {
             let ended = Ended(&done);
             let (counts, done, setup) = (&counts, &done, &setup);
             scope.spawn(move || {
-                let deadline = args.operations.is_none().then_some(deadline);
+                let deadline = (!one_round).then_some(deadline);
                 watch(counts, done, deadline, || repeat(args, setup, operations));
             });
-            let answer = round(&kinds, setup, args.threads, operations, counts);
+            let turns = args.in_turns.then(|| Turns::new(setup.seed, args.threads));
+            let answer = round(&kinds, setup, args.threads, operations, counts, turns.as_ref());
+            *counts.digests.lock() = turns.map(|turns| turns.digests());
             drop(ended);
             answer
         });
@@ -190,7 +214,7 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
                 repeat(args, &setup, operations)
             )));
         }
-        if args.operations.is_some() || Instant::now() >= deadline {
+        if one_round || Instant::now() >= deadline {
             break Ok(());
         }
         setup.seed = setup.seed.wrapping_add(1);
@@ -260,12 +284,13 @@ fn open(text: &str) -> Result<device::SharedDevice, Failure> {
 /// The command that repeats a round.
 fn repeat(args: &Args, setup: &Setup, operations: u64) -> String {
     format!(
-        "vram-pager stress --device {} --threads {} --models {} --oversubscription {} --seed {} --operations {operations}{}",
+        "vram-pager stress --device {} --threads {} --models {} --oversubscription {} --seed {} --operations {operations}{}{}",
         args.device,
         args.threads,
         args.models,
         args.oversubscription,
         setup.seed,
+        if args.in_turns { " --in-turns" } else { "" },
         if args.no_faults { " --no-faults" } else { "" }
     )
 }
@@ -277,6 +302,7 @@ fn round(
     threads: u32,
     operations: u64,
     counts: &Arc<Counts>,
+    turns: Option<&Turns>,
 ) -> Result<(), Failure> {
     let world = World::open(kinds, setup, counts)?;
     // Streams and their checks first: what a thread cannot do without must not be what fails.
@@ -286,12 +312,12 @@ fn round(
     if let [_] = runners.as_slice() {
         // On this thread, whose modelled time the card goes by.
         for runner in runners {
-            guarded(counts, || runner.run());
+            guarded(counts, || runner.run(turns));
         }
     } else {
         std::thread::scope(|scope| {
             for runner in runners {
-                scope.spawn(move || guarded(counts, || runner.run()));
+                scope.spawn(move || guarded(counts, || runner.run(turns)));
             }
         });
     }
@@ -344,6 +370,8 @@ fn watch(counts: &Counts, done: &AtomicBool, deadline: Option<Instant>, repeat: 
 
 fn report(args: &Args, device: &str, counts: &Counts, took: Duration) -> Report {
     let read = |count: &std::sync::atomic::AtomicU64| count.load(Ordering::Relaxed);
+    let digests = *counts.digests.lock();
+    let text = |digest: u64| format!("{digest:016x}");
     Report {
         device: device.to_owned(),
         seed: args.seed,
@@ -357,6 +385,8 @@ fn report(args: &Args, device: &str, counts: &Counts, took: Duration) -> Report 
         injected: read(&counts.injected),
         mismatches: read(&counts.mismatches),
         leaks: read(&counts.leaks),
+        sequence: digests.map(|digests| text(digests.sequence)),
+        outcomes: digests.map(|digests| text(digests.outcomes)),
         seconds: took.as_secs_f64(),
     }
 }
@@ -382,6 +412,10 @@ fn print_report(report: &Report) -> Outcome {
             report.refused,
             report.injected,
             if report.leaks == 0 { "nothing".to_owned() } else { format!("{} accounts", report.leaks) }
-        )
+        )?;
+        if let (Some(sequence), Some(outcomes)) = (&report.sequence, &report.outcomes) {
+            writeln!(out, "in turns: sequence {sequence}, outcomes {outcomes}")?;
+        }
+        Ok(())
     })
 }

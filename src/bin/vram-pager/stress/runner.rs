@@ -5,7 +5,11 @@
 //! may exchange a model for a fresh one.
 //!
 //! A thread that holds a guard never waits for another thread's, so that nobody waits for ever: what is
-//! refused is given up. One that holds nothing waits, and is never refused for guards.
+//! refused is given up. One that holds nothing waits, and is never refused for guards. Where threads take turns
+//! nobody waits: the guard's thread could not let it go meanwhile.
+//!
+//! Each operation draws from numbers of its own, so that what a thread does next does not depend on how the
+//! operations before it ended.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,6 +23,7 @@ use vram_pager::weights::{TensorId, UnitId};
 use super::check::{CheckError, Checker, Expect, Part};
 use super::manage;
 use super::numbers::Numbers;
+use super::turns::{Seat, Turns};
 use super::world::{Opened, World};
 
 /// How long a thread that holds nothing waits for guards of others.
@@ -69,6 +74,9 @@ enum Choice {
 /// A thread.
 pub(super) struct Runner<'w, 'k> {
     world: &'w World<'k>,
+    seed: u64,
+    thread: u64,
+    /// Those of the operation at hand.
     numbers: Numbers,
     streams: Vec<Arc<PagerStream>>,
     checkers: Vec<Checker>,
@@ -81,6 +89,18 @@ pub(super) struct Runner<'w, 'k> {
     lasting: u32,
     /// Operations while work completes late.
     late: u32,
+    /// Whether it has begun its first operation: it came to that by its first turn.
+    moved: bool,
+    /// Where threads take turns, this one's place. The last field: all else is dropped in its turn.
+    seat: Option<Seat<'w>>,
+}
+
+/// What the numbers are drawn for.
+#[derive(Clone, Copy)]
+enum Draw {
+    Session,
+    Operation,
+    End,
 }
 
 /// The thread ends: something went wrong, or the time is over.
@@ -96,6 +116,8 @@ impl<'w, 'k> Runner<'w, 'k> {
     ) -> Result<Self, PagerError> {
         let mut runner = Self {
             world,
+            seed,
+            thread,
             numbers: Numbers::new(seed, thread),
             streams: Vec::new(),
             checkers: Vec::new(),
@@ -104,6 +126,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             cursor: 0,
             lasting: 0,
             late: 0,
+            moved: false,
+            seat: None,
         };
         for _ in 0..STREAMS {
             let stream = Arc::new(world.pager.stream()?);
@@ -113,8 +137,9 @@ impl<'w, 'k> Runner<'w, 'k> {
         Ok(runner)
     }
 
-    /// Works until its operations are done or the run is stopped.
-    pub(super) fn run(mut self) {
+    /// Works until its operations are done or the run is stopped; with `turns`, only in its turn.
+    pub(super) fn run(mut self, turns: Option<&'w Turns>) {
+        self.seat = turns.map(|turns| turns.sit(self.thread));
         let ended = loop {
             if let Err(ended) = self.session() {
                 break Err(ended);
@@ -133,13 +158,27 @@ impl<'w, 'k> Runner<'w, 'k> {
         }
     }
 
+    /// The numbers for what comes now: they depend on the seed, the thread and how many operations are left.
+    fn draw(&mut self, what: Draw) {
+        self.numbers = Numbers::new(self.seed, self.thread + ((4 * self.left + what as u64) << 8));
+    }
+
+    /// Notes, where threads take turns, what the operation at hand is.
+    fn note(&self, what: &[u64]) {
+        if let Some(seat) = &self.seat {
+            seat.note(what);
+        }
+    }
+
     fn session(&mut self) -> Result<(), Ended> {
+        self.draw(Draw::Session);
         let slots = &self.world.slots;
         let models: Vec<Arc<Opened>> = slots.iter().map(|slot| Arc::clone(&slot.lock())).collect();
         let streams = self.streams.clone();
         self.steps(&models, &streams)?;
         drop(models);
         self.compare_all()?;
+        self.draw(Draw::End);
         if self.numbers.per_mille(60) {
             self.exchange();
         }
@@ -157,9 +196,14 @@ impl<'w, 'k> Runner<'w, 'k> {
         };
         let steps = (50 + self.numbers.below(400)).min(self.left);
         for _ in 0..steps {
+            if let Some(seat) = self.seat.as_ref().filter(|_| self.moved) {
+                seat.next();
+            }
+            self.moved = true;
             if world.counts.stopped() {
                 return Err(Ended);
             }
+            self.draw(Draw::Operation);
             self.left -= 1;
             self.lasting = self.lasting.saturating_sub(1);
             if self.lasting == 1 {
@@ -172,7 +216,11 @@ impl<'w, 'k> Runner<'w, 'k> {
             }
             let place = if self.numbers.per_mille(850) { focus } else { self.numbers.place(models.len()) };
             let opened = &models[place];
-            match self.numbers.below(1000) {
+            let kind = self.numbers.below(1000);
+            self.note(&[kind, place as u64, self.numbers.clone().next()]);
+            let (faults, refused) = (&world.counts.faults, &world.counts.refused);
+            let before = [faults, refused].map(|count| count.load(Ordering::Relaxed));
+            match kind {
                 0..885 => self.fault(opened, streams, choice, &mut held)?,
                 885..900 => self.resident()?,
                 900..925 => self.rows(opened, streams)?,
@@ -194,6 +242,13 @@ impl<'w, 'k> Runner<'w, 'k> {
                 _ => self.delay(),
             }
             world.counts.operations.fetch_add(1, Ordering::Relaxed);
+            if let Some(seat) = &self.seat {
+                // Nobody else counts in this turn.
+                seat.note_outcome(&[
+                    faults.load(Ordering::Relaxed) - before[0],
+                    refused.load(Ordering::Relaxed) - before[1],
+                ]);
+            }
         }
         while !held.is_empty() {
             self.release(&mut held)?;
@@ -216,16 +271,22 @@ impl<'w, 'k> Runner<'w, 'k> {
             Choice::Random => self.numbers.below(units),
             Choice::Few(few) => self.numbers.below(few.min(units)),
         };
+        self.note(&[unit]);
         UnitId(u32::try_from(unit).unwrap_or(u32::MAX))
     }
 
     /// The set that a fault is made with: mostly the one that others use too.
     fn set_of(&mut self, opened: &Opened) -> usize {
-        if self.numbers.per_mille(4) {
+        let set = if self.numbers.per_mille(4) {
             self.numbers.place(opened.sets.len())
         } else {
             opened.current.load(Ordering::Relaxed)
+        };
+        if let Some(seat) = &self.seat {
+            // A model that could not be opened anew keeps its set.
+            seat.note_outcome(&[set as u64]);
         }
+        set
     }
 
     fn stream(&mut self) -> usize {
@@ -264,6 +325,8 @@ impl<'w, 'k> Runner<'w, 'k> {
             self.world.parcels.lock().clear();
             let deadline = Instant::now() + PATIENCE;
             match patches {
+                // Nobody can let go of anything while this thread has the turn.
+                _ if self.seat.is_some() => fault(),
                 None if !whole => model.fault_piece_when_free(unit, piece, stream, deadline),
                 _ => model.retry_while_held(deadline, fault),
             }
@@ -417,6 +480,7 @@ impl<'w, 'k> Runner<'w, 'k> {
 
     /// Takes a guard and leaves it for another thread to release, or releases what another left.
     fn parcel(&mut self, opened: &Opened, streams: &[Arc<PagerStream>]) -> Result<(), Ended> {
+        let (unit, set) = (self.choose(opened, Choice::Random), self.set_of(opened));
         let found = {
             let mut parcels = self.world.parcels.lock();
             if parcels.len() > 1 { parcels.pop() } else { None }
@@ -425,7 +489,6 @@ impl<'w, 'k> Runner<'w, 'k> {
             guard.release();
             return Ok(());
         }
-        let (unit, set) = (self.choose(opened, Choice::Random), self.set_of(opened));
         if opened.model.pieces(unit).unwrap_or(1) > 1 {
             return Ok(());
         }

@@ -23,6 +23,7 @@ use super::judge::{self, Judgement};
 use super::numbers::Numbers;
 use super::resident::Resident;
 use super::runner::parts_of;
+use super::turns::Digests;
 use crate::output::Failure;
 
 /// What all rounds count together.
@@ -42,6 +43,8 @@ pub(super) struct Counts {
     pub(super) stop: AtomicBool,
     /// What went wrong in this round.
     pub(super) failures: Mutex<Vec<String>>,
+    /// Where threads took turns, what they did.
+    pub(super) digests: Mutex<Option<Digests>>,
 }
 
 impl Counts {

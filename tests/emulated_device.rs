@@ -103,7 +103,9 @@ fn page_locked_memory_that_a_copy_reads_outlives_its_owner() {
     let mut back = vec![0_u8; usize::try_from(PAGE).unwrap()];
     // SAFETY: nobody reads `back` before the wait.
     unsafe {
-        device.copy_to_host(back.as_mut_ptr(), DeviceRange::new(range.address(0), PAGE), copier.id()).unwrap()
+        device
+            .copy_to_host(back.as_mut_ptr(), DeviceRange::new(range.address(0), PAGE), copier.id())
+            .unwrap();
     };
     copier.synchronize().unwrap();
     assert!(back.iter().all(|byte| *byte == 0x5A));

@@ -156,6 +156,7 @@ caught! { Streams:
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
+    fn passed_at(event: EventId) -> Option<ModelTime>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }

@@ -345,6 +345,16 @@ pub trait Streams {
     /// `event` is a live handle of this device.
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError>;
 
+    /// When the newest record of `event` was passed, by the device's clock; `None` if it was not yet, or if the
+    /// clock does not tell such times.
+    ///
+    /// # Safety
+    /// `event` is a live handle of this device.
+    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
+        let _ = event;
+        Ok(None)
+    }
+
     /// Blocks the calling thread until the newest record of `event` has been passed.
     ///
     /// # Safety

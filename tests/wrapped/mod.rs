@@ -142,6 +142,7 @@ pass_on! { Streams:
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
+    fn passed_at(event: EventId) -> Option<ModelTime>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }

@@ -225,6 +225,11 @@ impl Streams for EmulatedDevice {
         }
     }
 
+    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
+        let point = Self::event_point(&self.control.lock(), "passed_at", event)?;
+        Ok(point.map(|point| point.time).filter(|time| *time <= self.clock.now()))
+    }
+
     unsafe fn wait_event(&self, event: EventId) -> Result<(), DeviceError> {
         let answer = self.enter(CallKind::WaitEvent, 0);
         let point = Self::event_point(&self.control.lock(), "wait_event", event)?;

@@ -35,6 +35,9 @@ const GAIN: f64 = 0.02;
 /// Seconds of compute that spans must have on average to be told from what it takes to measure them.
 const SHORTEST: f64 = 10e-6;
 
+/// What a pass may lose for copies of two pages and more.
+const PAIRED: f64 = 0.005;
+
 /// Shares of a page copy.
 const SHARE: f64 = 64.0;
 
@@ -113,6 +116,16 @@ pub(crate) fn choose(
                 // In pages from here on, so that a small change of budget leaves the ring as it is.
                 best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
             }
+        }
+    }
+    // Pages go over to streaming by twos, so that a copy is no smaller, unless a pass would tell.
+    let paired = Keeping { grain: 2, ..best.keeping.clone() };
+    let order_paired = order_with(&paired);
+    let plan_paired = plan(&order_paired, groups, frames, best.ring);
+    if plan_paired.ring <= 3 * plan_paired.largest_part {
+        let time = ModelledPass::new(&order_paired, &span, plan_paired).mean_time(&loads);
+        if time <= shortest * (1.0 + PAIRED) {
+            best.keeping = paired;
         }
     }
     let Some(known) = loads.known() else { return best };
@@ -515,6 +528,16 @@ mod tests {
             let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
             assert!(time >= expected * 0.999 && time < expected * 1.02, "{time} of {expected}");
         }
+    }
+
+    #[test]
+    fn pages_go_over_to_streaming_by_twos_unless_that_makes_the_pass_longer() {
+        let grain = |groups: &[Range<u32>], frames| chosen(groups, frames, None).0.keeping.grain;
+        for frames in [600, 1200, 1800] {
+            assert_eq!(grain(&units(&[24; 100]), frames), 2, "{frames}");
+        }
+        // A ring for two pages of a unit instead of one is a larger part of what streams there.
+        assert_eq!(grain(&units(&[10; 40]), 300), 1);
     }
 
     #[test]

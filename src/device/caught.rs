@@ -93,6 +93,10 @@ impl Clock for Caught {
         self.inner.now()
     }
 
+    fn tells_when_passed(&self) -> bool {
+        self.inner.tells_when_passed()
+    }
+
     fn set_now(&self, time: ModelTime) {
         self.inner.set_now(time);
     }

@@ -346,7 +346,7 @@ pub trait Streams {
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError>;
 
     /// When the newest record of `event` was passed, by the device's clock; `None` if it was not yet, or if the
-    /// clock does not tell such times.
+    /// clock does not tell such times, see [`Clock::tells_when_passed`].
     ///
     /// # Safety
     /// `event` is a live handle of this device.
@@ -458,6 +458,11 @@ pub trait Kernels {
 pub trait Clock {
     /// The calling thread's time on this device.
     fn now(&self) -> ModelTime;
+
+    /// Whether [`Streams::passed_at`] tells when an event was passed. Where it does not nothing is measured.
+    fn tells_when_passed(&self) -> bool {
+        false
+    }
 
     /// Sets the calling thread's time on a modelled device, for a thread that carries on what another
     /// began; does nothing on a real one.

@@ -211,7 +211,7 @@ impl Pager {
             self.ensure_scratch()?;
         }
         let mapped = core.options.source.map(&index)?;
-        let own_pages = range.is_some();
+        let measures = range.is_some() && core.device.tells_when_passed();
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -228,7 +228,7 @@ impl Pager {
             whole_units,
             plan: Plan::default(),
             choice: Choice { keeping: Keeping::default(), ring: core.options.ring },
-            measure: if own_pages { Measure::new() } else { Measure::default() },
+            measure: if measures { Measure::new() } else { Measure::default() },
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,

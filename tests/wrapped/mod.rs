@@ -171,6 +171,9 @@ impl Clock for Wrapped {
     fn now(&self) -> ModelTime {
         self.inner.now()
     }
+    fn tells_when_passed(&self) -> bool {
+        self.inner.tells_when_passed()
+    }
     fn set_now(&self, time: ModelTime) {
         self.inner.set_now(time);
     }

@@ -442,6 +442,10 @@ impl Clock for EmulatedDevice {
         self.clock.now()
     }
 
+    fn tells_when_passed(&self) -> bool {
+        true
+    }
+
     fn set_now(&self, time: ModelTime) {
         self.clock.set(time);
     }

@@ -2,7 +2,8 @@
 //!
 //! Modelled: a card without bytes and the device's clock, so the numbers are the same on every machine.
 //! A row is a layout on a card that is smaller than it; its ratio is the slowest of passes 3 to 6 over
-//! `max(compute, (weights - (card - headroom)) / link)`.
+//! `max(compute, (weights - (card - headroom)) / link)`. Beside it stands the least that any choice of pages and
+//! ring could take with this compute, see [`least`].
 //!
 //! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default] [--ring=PARTS]
 //! [--log]`; a word selects rows
@@ -17,7 +18,7 @@ use common::card::{LINK, Setup, Spread, addresses, compute, pass};
 use common::models::{Layout, ModelFile};
 use common::table::{Args, Report, Row};
 use serde::Serialize;
-use vram_pager::pager::{PagerOptions, RingSize};
+use vram_pager::pager::{PagedModel, PagerOptions, RingSize};
 
 #[derive(Serialize)]
 struct Overlap {
@@ -29,6 +30,8 @@ struct Overlap {
     spread: &'static str,
     limit: f64,
     ratio: f64,
+    /// No residency without mapping calls can take less, over the same bound.
+    least: f64,
     passes: Vec<f64>,
     pass_ms: f64,
     bound_ms: f64,
@@ -50,6 +53,7 @@ impl Row for Overlap {
         ("spread", 6),
         ("limit", 5),
         ("ratio", 6),
+        ("least", 6),
         ("pass ms", 8),
         ("bound ms", 8),
         ("copied/missing", 14),
@@ -68,6 +72,7 @@ impl Row for Overlap {
             self.spread.to_owned(),
             format!("{:.2}", self.limit),
             format!("{:.3}", self.ratio),
+            format!("{:.3}", self.least),
             format!("{:.1}", self.pass_ms),
             format!("{:.1}", self.bound_ms),
             format!("{:.3}", self.copied_bytes as f64 / self.missing_bytes as f64),
@@ -125,6 +130,29 @@ fn main() -> Outcome {
     report.end()
 }
 
+/// What no pass can be shorter than, where pages keep their frames, units are released one after the other and
+/// `link` is the time of the missing bytes.
+///
+/// A ring of `R` page copies makes the pass copy `link + R`, since a frame that two pages share is filled for both.
+/// From where one unit begins to compute to where a later one ends, nothing can be copied but the ring once, and
+/// again what the units between the two stream, which is at most all of them: the rest of that time the link
+/// stands still. A larger ring shortens that by as much as it adds to the copies.
+fn least(model: &PagedModel, compute: &[Duration], link: Duration) -> Duration {
+    let copies: Vec<Duration> =
+        model.layout().units().iter().map(|unit| LINK.duration(unit.bytes.end - unit.bytes.start)).collect();
+    let units = copies.len();
+    let mut still = Duration::ZERO;
+    for first in 0..units {
+        let (mut computes, mut between) = (compute[first], Duration::ZERO);
+        for later in (first + 1..first + units).map(|unit| unit % units) {
+            computes += compute[later];
+            still = still.max(computes.saturating_sub(between));
+            between += copies[later];
+        }
+    }
+    link + still
+}
+
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
@@ -174,6 +202,7 @@ fn row(
         spread: spread.name(),
         limit,
         ratio: over(slowest),
+        least: over(least(&setup.model, &compute, link)).max(1.0),
         passes: passes.iter().map(|pass| over(pass.time)).collect(),
         pass_ms: slowest.as_secs_f64() * 1e3,
         bound_ms: bound.as_secs_f64() * 1e3,

@@ -39,6 +39,8 @@ struct Steady {
     record: u64,
     stream_wait: u64,
     copies: u64,
+    /// Mean bytes of a copy, in MiB.
+    copy_mib: f64,
     host_wait: u64,
 }
 
@@ -55,6 +57,7 @@ impl Row for Steady {
         ("records", 7),
         ("waits", 7),
         ("copies", 7),
+        ("MiB/copy", 8),
         ("host waits", 10),
     ];
 
@@ -70,9 +73,10 @@ impl Row for Steady {
             self.record,
             self.stream_wait,
             self.copies,
-            self.host_wait,
         ];
-        std::iter::once(self.row.clone()).chain(numbers.map(|number| number.to_string())).collect()
+        let numbers = numbers.map(|number| number.to_string());
+        let last = [format!("{:.2}", self.copy_mib), self.host_wait.to_string()];
+        std::iter::once(self.row.clone()).chain(numbers).chain(last).collect()
     }
 
     fn holds(&self) -> bool {
@@ -82,9 +86,11 @@ impl Row for Steady {
 
 fn main() -> Outcome {
     let mut report = Report::new(Args::read());
-    for layout in [Layout::Flux, Layout::Sdxl, Layout::Llama, Layout::Medium] {
+    let layouts =
+        [Layout::Flux, Layout::Sdxl, Layout::Llama, Layout::T5, Layout::Small, Layout::Medium, Layout::Large];
+    for layout in layouts {
         let file = layout.file()?;
-        for weights in [1.25, 2.0] {
+        for weights in [1.05, 1.25, 2.0] {
             let name = format!("{} {weights}x hollow", layout.name());
             if report.args().wants(&name) {
                 #[expect(
@@ -131,6 +137,8 @@ fn measure(row: String, file: &ModelFile, setup: &Setup) -> Outcome<Steady> {
     }
     let allocated = allocations() - allocated;
     let after = device.counts();
+    #[expect(clippy::cast_precision_loss, reason = "shown with two places")]
+    let mean = |bytes: u64, copies: u64| bytes as f64 / copies.max(1) as f64 / f64::from(1 << 20);
     let a_pass = |from: u64, to: u64| (to - from).div_ceil(PASSES);
     Ok(Steady {
         row,
@@ -145,6 +153,10 @@ fn measure(row: String, file: &ModelFile, setup: &Setup) -> Outcome<Steady> {
         record: a_pass(before.record, after.record),
         stream_wait: a_pass(before.stream_wait, after.stream_wait),
         copies: a_pass(before.copy_to_device, after.copy_to_device),
+        copy_mib: mean(
+            after.bytes_to_device - before.bytes_to_device,
+            after.copy_to_device - before.copy_to_device,
+        ),
         host_wait: a_pass(before.host_wait, after.host_wait),
     })
 }

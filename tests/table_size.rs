@@ -11,7 +11,7 @@
 #[path = "../benches/common/mod.rs"]
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use common::alloc::{Counting, live_bytes};
 use common::card::pass;
@@ -23,6 +23,9 @@ use vram_pager::pager::{ModelOptions, Pager, PagerOptions};
 static HEAP: Counting = Counting;
 
 const PAGE: u64 = 2 << 20;
+
+/// What is counted is the process's heap: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// Bytes that a model takes while it is open, and its pages, on a card of so many in a hundred of its pages.
 fn table(file: &ModelFile, card: u64) -> (u64, u64) {
@@ -45,6 +48,7 @@ fn table(file: &ModelFile, card: u64) -> (u64, u64) {
 
 #[test]
 fn a_page_costs_at_most_32_bytes_of_table() {
+    let _alone = ALONE.lock().unwrap();
     // FLUX.1-dev has 24 pages a unit, Llama-3-8B 26, T5-XXL 21; the last is half a million pages, 24 a unit.
     let published = [Layout::Flux, Layout::Llama, Layout::T5];
     let mut models: Vec<(&str, ModelFile)> =
@@ -63,4 +67,26 @@ fn a_page_costs_at_most_32_bytes_of_table() {
     let small = table(&ModelFile::new(&uniform(500, 20 * PAGE)).unwrap(), 50);
     let large = table(&ModelFile::new(&uniform(500, 200 * PAGE)).unwrap(), 50);
     assert!(large.0 - small.0 <= 17 * (large.1 - small.1), "{small:?} {large:?}");
+}
+
+#[test]
+fn a_unit_of_one_tensor_costs_at_most_208_bytes_whatever_its_pages() {
+    let _alone = ALONE.lock().unwrap();
+    // As many pages in more units. The word on a cache line of its own is 64 of the bytes.
+    let few = table(&ModelFile::new(&uniform(500, 40 * PAGE)).unwrap(), 50);
+    let many = table(&ModelFile::new(&uniform(2500, 8 * PAGE)).unwrap(), 50);
+    let each = (many.0 - few.0) / 2000;
+    println!("{each} bytes a unit");
+    assert!(each <= 208, "{few:?} {many:?}");
+    // What that comes to where units are small.
+    for (name, file) in [
+        ("10 pages a unit", ModelFile::new(&uniform(5000, 10 * PAGE)).unwrap()),
+        ("SDXL", Layout::Sdxl.file().unwrap()),
+    ] {
+        let (bytes, pages) = table(&file, 50);
+        let units = file.units() as u64;
+        println!("{name}: {} bytes a page, {pages} pages, {units} units", bytes / pages);
+        let tensors = file.index.tensors().len() as u64;
+        assert!(bytes <= 17 * pages + 160 * units + 56 * tensors + 4096, "{name}: {bytes} bytes");
+    }
 }

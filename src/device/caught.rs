@@ -93,6 +93,10 @@ impl Clock for Caught {
         self.inner.now()
     }
 
+    fn tells_when_passed(&self) -> bool {
+        self.inner.tells_when_passed()
+    }
+
     fn set_now(&self, time: ModelTime) {
         self.inner.set_now(time);
     }
@@ -167,6 +171,7 @@ caught! { Streams:
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
+    fn passed_at(event: EventId) -> Option<ModelTime>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }

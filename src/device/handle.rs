@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
 use crate::sync::Owners;
-use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
+use crate::units::{DeviceAddress, DeviceRange, ModelTime, ask_host, try_filled};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
@@ -226,6 +226,13 @@ impl Fence {
         let event = &self.slot.event;
         // SAFETY: the slot keeps the event alive.
         unsafe { event.device.query(event.id) }
+    }
+
+    /// When the point was passed, by the device's clock; `None` if it was not yet, or if the clock does not tell.
+    pub(crate) fn passed_at(&self) -> Result<Option<ModelTime>, DeviceError> {
+        let event = &self.slot.event;
+        // SAFETY: the slot keeps the event alive.
+        unsafe { event.device.passed_at(event.id) }
     }
 
     /// Blocks the calling thread until the point has been passed.

@@ -356,6 +356,16 @@ pub trait Streams {
     /// `event` is a live handle of this device.
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError>;
 
+    /// When the newest record of `event` was passed, by the device's clock; `None` if it was not yet, or if the
+    /// clock does not tell such times, see [`Clock::tells_when_passed`].
+    ///
+    /// # Safety
+    /// `event` is a live handle of this device.
+    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
+        let _ = event;
+        Ok(None)
+    }
+
     /// Blocks the calling thread until the newest record of `event` has been passed.
     ///
     /// # Safety
@@ -460,6 +470,11 @@ pub trait Kernels {
 pub trait Clock {
     /// The calling thread's time on this device.
     fn now(&self) -> ModelTime;
+
+    /// Whether [`Streams::passed_at`] tells when an event was passed. Where it does not nothing is measured.
+    fn tells_when_passed(&self) -> bool {
+        false
+    }
 
     /// Sets the calling thread's time on a modelled device, for a thread that carries on what another
     /// began; does nothing on a real one.

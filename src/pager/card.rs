@@ -17,9 +17,10 @@ use super::error::PagerError;
 use super::forecast::{headroom_of, layout_options};
 use super::frames::Frames;
 use super::load::{self, Loads};
+use super::measure::Measure;
 use super::model::{Addresses, PagedModel};
 use super::options::{ModelOptions, PagerOptions};
-use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
+use super::order::{Keeping, OrderLearner, PagePlace, PassOrder, PlaceSet};
 use super::plain::{self, Plain, PlainModel};
 use super::plan::{Choice, Plan};
 use super::pool_use::PoolUse;
@@ -197,7 +198,7 @@ impl Pager {
             (0..spans).collect(),
             pages,
             |span| layout.spans()[span as usize].pages.clone(),
-            &[],
+            &Keeping::default(),
         );
         let whole_units = HashSet::new();
         let groups = ModelState::make_groups(&layout, &whole_units);
@@ -210,6 +211,7 @@ impl Pager {
             self.ensure_scratch()?;
         }
         let mapped = core.options.source.map(&index)?;
+        let measures = range.is_some() && core.device.tells_when_passed();
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {
@@ -225,7 +227,8 @@ impl Pager {
             groups,
             whole_units,
             plan: Plan::default(),
-            choice: Choice { first: Vec::new(), ring: core.options.ring },
+            choice: Choice { keeping: Keeping::default(), ring: core.options.ring },
+            measure: if measures { Measure::new() } else { Measure::default() },
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,

@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use super::order::PassOrder;
+use super::order::{Keeping, PassOrder};
 use super::plan::{Choice, Plan, RingSize, plan};
 use super::ring;
 
@@ -25,6 +25,21 @@ const CAPS: usize = 16;
 
 /// Steps from the longest unit down to nothing in which caps are looked for.
 const CAP_STEPS: u32 = 32;
+
+/// Rings that are tried where each span's compute is known, beside the one that two spans in a row ask for.
+const BESIDE: i32 = 6;
+
+/// What another choice must gain over one that stands for it to be worth moving pages.
+const GAIN: f64 = 0.02;
+
+/// Seconds of compute that spans must have on average to be told from what it takes to measure them.
+const SHORTEST: f64 = 10e-6;
+
+/// What a pass may lose for copies of two pages and more.
+const PAIRED: f64 = 0.005;
+
+/// Shares of a page copy.
+const SHARE: f64 = 64.0;
 
 /// Passes that are modelled; the last one counts.
 const PASSES: usize = 3;
@@ -42,34 +57,51 @@ const SMALL_CHANGE: u32 = 4;
 /// Choices that are remembered.
 const REMEMBERED: usize = 8;
 
-/// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages with some
-/// of them kept first; `span` a span's pages and its bytes. `groups` are what is faulted at once.
+/// What is known of the runner's compute.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(crate) struct Compute<'a> {
+    /// The compute of a pass in page copies, if the runner told it.
+    pub(crate) total: Option<f64>,
+    /// The seconds of each span, by its number, if they were measured.
+    pub(crate) spans: Option<&'a [f32]>,
+    /// The seconds of a page copy.
+    pub(crate) copy: f64,
+}
+
+/// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages by what is worth
+/// keeping; `span` a span's pages and its bytes. `groups` are what is faulted at once.
 ///
-/// The link copies one page a unit of time. The spans' compute takes `compute` such units in all, evenly and
-/// unevenly spread in several seeded ways; `None` takes as many as there are pages that no card of this size
-/// could hold: the hardest case, and the one in which ring sizes differ most.
+/// The link copies one page a unit of time. Where each span's compute is known, the pass is modelled with it.
+/// Otherwise with the sum alone, evenly and unevenly spread in several seeded ways; if that is not known either,
+/// it is as many copies as there are pages that no card of this size could hold: the hardest case, and the one
+/// in which ring sizes differ most.
+///
+/// `standing` is a choice that was made for as many frames before the compute was known. It goes on to stand unless
+/// another one gains [`GAIN`].
 pub(crate) fn choose(
-    order_with: impl Fn(&[Range<u32>]) -> PassOrder,
+    order_with: impl Fn(&Keeping) -> PassOrder,
     groups: &[Range<u32>],
     span: impl Fn(u32) -> (Range<u32>, u64),
     frames: u32,
-    compute: Option<f64>,
+    compute: &Compute<'_>,
+    standing: Option<&Choice>,
 ) -> Choice {
-    let mut best = Choice { first: Vec::new(), ring: RingSize::Quarters(8) };
-    let mut order = order_with(&[]);
+    let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
+    let mut order = order_with(&Keeping::default());
     let pages = u32::try_from(order.pages().len()).unwrap_or(u32::MAX);
     if pages <= frames || order.pages().len() > MODELLED_PAGES {
         return best;
     }
-    let loads = Loads::new(&order, &span, compute.unwrap_or(f64::from(pages - frames)));
+    let loads = Loads::of(&order, &span, compute, f64::from(pages - frames));
     let a_cap = (pages - frames) as usize * PASSES * loads.0.len() * TRIED.len();
     let caps = caps(groups, pages, frames, (MOST_COPIES / a_cap.max(1)).clamp(1, CAPS));
     let mut shortest = f64::INFINITY;
     for cap in caps {
         let first = beyond(groups, cap, frames);
         let kept: u32 = first.iter().map(|pages| pages.end - pages.start).sum();
-        if !first.is_empty() {
-            order = order_with(&first);
+        let keeping = Keeping { first, ..Keeping::default() };
+        if !keeping.first.is_empty() {
+            order = order_with(&keeping);
         }
         let mut last = None;
         for quarters in TRIED {
@@ -82,11 +114,88 @@ pub(crate) fn choose(
             if time < shortest * 0.998 {
                 shortest = time;
                 // In pages from here on, so that a small change of budget leaves the ring as it is.
-                best = Choice { first: first.clone(), ring: RingSize::Pages(plan.ring) };
+                best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
             }
         }
     }
+    // Pages go over to streaming by twos, so that a copy is no smaller, unless a pass would tell.
+    let paired = Keeping { grain: 2, ..best.keeping.clone() };
+    let order_paired = order_with(&paired);
+    let plan_paired = plan(&order_paired, groups, frames, best.ring);
+    if plan_paired.ring <= 3 * plan_paired.largest_part {
+        let time = ModelledPass::new(&order_paired, &span, plan_paired).mean_time(&loads);
+        if time <= shortest * (1.0 + PAIRED) {
+            best.keeping = paired;
+        }
+    }
+    let Some(known) = loads.known() else { return best };
+    // An order takes about as long as the model of so many copies.
+    let most = MOST_COPIES / (order.pages().len() * 20);
+    for (keeping, ring) in shared_out(known, &order, pages - frames).take(most) {
+        let order = order_with(&keeping);
+        let plan = plan(&order, groups, frames, ring);
+        if plan.ring > 3 * plan.largest_part.max(1) {
+            continue;
+        }
+        let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
+        if time < shortest * 0.998 {
+            shortest = time;
+            best = Choice { keeping, ring: RingSize::Pages(plan.ring) };
+        }
+    }
+    if let Some(standing) = standing {
+        let order = order_with(&standing.keeping);
+        let plan = plan(&order, groups, frames, standing.ring);
+        let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
+        if time * (1.0 - GAIN) < shortest {
+            return standing.clone();
+        }
+    }
     best
+}
+
+/// Ways to share out what streams by the spans' compute, with a ring for each.
+///
+/// Two things hold a pass up. The link stands still while a span computes, and the one behind it after it, when
+/// the ring cannot take what could be copied in that time: a ring of `R` page copies is enough where no two
+/// spans in a row compute for longer. And a span waits if what it streams takes longer to copy than the one
+/// before it computes. So each span streams as much as can be copied while the one before it computes; what is
+/// left is given to those beside which the ring has room. `missing` pages stream in any case, and a ring's
+/// more.
+fn shared_out<'a>(
+    loads: &'a [f64],
+    order: &'a PassOrder,
+    missing: u32,
+) -> impl Iterator<Item = (Keeping, RingSize)> + 'a {
+    let total: f64 = loads.iter().sum();
+    let before = |at: usize| loads[(at + loads.len() - 1) % loads.len()];
+    // Where computing takes longer than copying there is room between copies, not between computes.
+    let scale = move |streamed: f64| (streamed / total.max(f64::MIN_POSITIVE)).min(1.0);
+    let widest = (0..loads.len()).map(|at| before(at) + loads[at]).fold(1.0, f64::max);
+    let widest = widest * scale(f64::from(missing));
+    #[expect(clippy::cast_possible_truncation, reason = "a count of laps")]
+    let laps = (f64::from(missing) / widest) as i32 + 1;
+    let step = (laps / 12).max(1);
+    // The likeliest first.
+    let beside = std::iter::once(0).chain((1..=BESIDE).flat_map(|beside| [beside, -beside]));
+    let tried = beside.filter_map(move |beside| u32::try_from(laps + beside * step - 1).ok());
+    tried.filter(|laps| *laps > 0).map(move |laps| {
+        let ring = missing.div_ceil(laps);
+        let streamed = f64::from(missing + ring);
+        let scale = scale(streamed);
+        let room: Vec<f64> = (0..loads.len())
+            .map(|at| (f64::from(ring) - (before(at) + loads[at]) * scale).max(0.0))
+            .collect();
+        let more = (streamed - total * scale).max(0.0) / room.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        let mut shares = vec![0; order.spans().iter().max().map_or(0, |last| *last as usize + 1)];
+        for (at, &span) in order.spans().iter().enumerate() {
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a positive count")]
+            let share = ((before(at) * scale + room[at] * more) * SHARE) as u32;
+            shares[span as usize] = share;
+        }
+        let keeping = Keeping { shares, ..Keeping::default() };
+        (keeping, RingSize::Pages(ring))
+    })
 }
 
 /// The choices made lately, the one in use last.
@@ -96,12 +205,18 @@ pub(crate) fn choose(
 #[derive(Debug, Default)]
 pub(crate) struct Choices {
     made: Vec<(u32, Choice)>,
+    /// The one that was in use when more became known.
+    standing: Option<(u32, Choice)>,
 }
 
 impl Choices {
     /// The choice to go over to for so many frames, by `choose` if none was made for about as many; `None`
-    /// if the one in use stands.
-    pub(crate) fn for_about(&mut self, frames: u32, choose: impl FnOnce() -> Choice) -> Option<Choice> {
+    /// if the one in use stands. `choose` is given the choice of [`Self::reconsider`], if it was for about as many.
+    pub(crate) fn for_about(
+        &mut self,
+        frames: u32,
+        choose: impl FnOnce(Option<&Choice>) -> Choice,
+    ) -> Option<Choice> {
         let off = |chosen: u32| chosen.abs_diff(frames);
         let is_near = |chosen: u32| off(chosen) <= (chosen / 50).max(SMALL_CHANGE);
         if self.made.last().is_some_and(|(chosen, _)| is_near(*chosen)) {
@@ -110,9 +225,10 @@ impl Choices {
         let known = (0..self.made.len())
             .filter(|&place| is_near(self.made[place].0))
             .min_by_key(|&place| off(self.made[place].0));
+        let standing = self.standing.take().filter(|(chosen, _)| is_near(*chosen));
         let next = match known {
             Some(place) => self.made.remove(place),
-            None => (frames, choose()),
+            None => (frames, choose(standing.as_ref().map(|(_, choice)| choice))),
         };
         if self.made.len() == REMEMBERED {
             self.made.remove(0);
@@ -123,6 +239,13 @@ impl Choices {
 
     /// Another order, other groups or another compute: no choice holds any more.
     pub(crate) fn forget(&mut self) {
+        self.made.clear();
+        self.standing = None;
+    }
+
+    /// More is known of the same compute: choices are made anew, and the one in use may win again.
+    pub(crate) fn reconsider(&mut self) {
+        self.standing = self.made.pop();
         self.made.clear();
     }
 }
@@ -169,6 +292,32 @@ fn beyond(groups: &[Range<u32>], cap: u32, frames: u32) -> Vec<Range<u32>> {
 struct Loads(Vec<Vec<f64>>);
 
 impl Loads {
+    /// As it was measured, if it was and there is enough of it to matter; otherwise in all ways. `hardest` is
+    /// the sum where nobody told it.
+    fn of(
+        order: &PassOrder,
+        span: &impl Fn(u32) -> (Range<u32>, u64),
+        compute: &Compute<'_>,
+        hardest: f64,
+    ) -> Self {
+        let measured = |seconds: &[f32]| {
+            let load = |span: &u32| seconds.get(*span as usize).map_or(0.0, |load| f64::from(*load));
+            let loads: Vec<f64> = order.spans().iter().map(|span| load(span) / compute.copy).collect();
+            let sum: f64 = loads.iter().sum();
+            let scale = compute.total.map_or(1.0, |total| total / sum);
+            #[expect(clippy::cast_precision_loss, reason = "a count of spans")]
+            let enough = (hardest / 16.0).max(SHORTEST / compute.copy * loads.len() as f64);
+            (sum > enough).then(|| Self(vec![loads.iter().map(|load| load * scale).collect()]))
+        };
+        let known = compute.spans.filter(|_| compute.copy > 0.0).and_then(measured);
+        known.unwrap_or_else(|| Self::new(order, span, compute.total.unwrap_or(hardest)))
+    }
+
+    /// The compute of each span in pass order, if it was measured.
+    fn known(&self) -> Option<&[f64]> {
+        if let [known] = &self.0[..] { Some(known) } else { None }
+    }
+
     fn new(order: &PassOrder, span: &impl Fn(u32) -> (Range<u32>, u64), total: f64) -> Self {
         let spread = |factor: &dyn Fn(u32) -> f64| {
             #[expect(clippy::cast_precision_loss, reason = "bytes of a span")]
@@ -287,19 +436,20 @@ mod tests {
             .collect()
     }
 
-    fn order(groups: &[Range<u32>], first: &[Range<u32>]) -> PassOrder {
+    fn order(groups: &[Range<u32>], keeping: &Keeping) -> PassOrder {
         let spans = u32::try_from(groups.len()).unwrap();
         let pages = groups.last().map_or(0, |last| last.end);
-        PassOrder::new((0..spans).collect(), pages, |span| groups[span as usize].clone(), first)
+        PassOrder::new((0..spans).collect(), pages, |span| groups[span as usize].clone(), keeping)
     }
 
-    fn chosen(groups: &[Range<u32>], frames: u32, compute: Option<f64>) -> (Choice, Plan) {
+    fn chosen(groups: &[Range<u32>], frames: u32, total: Option<f64>) -> (Choice, Plan) {
+        let compute = Compute { total, ..Compute::default() };
         let span = |span: u32| {
             let pages = groups[span as usize].clone();
             (pages.clone(), u64::from(pages.end - pages.start))
         };
-        let choice = choose(|first| order(groups, first), groups, span, frames, compute);
-        let plan = plan(&order(groups, &choice.first), groups, frames, choice.ring);
+        let choice = choose(|keeping| order(groups, keeping), groups, span, frames, &compute, None);
+        let plan = plan(&order(groups, &choice.keeping), groups, frames, choice.ring);
         (choice, plan)
     }
 
@@ -313,7 +463,7 @@ mod tests {
     fn giants_among_dwarfs_do_not_make_the_ring_their_size() {
         let groups = giants_among_dwarfs();
         let (choice, plan) = chosen(&groups, 300, None);
-        assert_eq!(choice.first.len(), 2, "{choice:?}");
+        assert_eq!(choice.keeping.first.len(), 2, "{choice:?}");
         assert!(plan.largest_part < 20 && plan.ring <= 3 * plan.largest_part, "{plan:?}");
     }
 
@@ -322,8 +472,8 @@ mod tests {
         for frames in [80, 150, 250, 300, 400] {
             let groups = giants_among_dwarfs();
             let (choice, plan) = chosen(&groups, frames, None);
-            let order = order(&groups, &choice.first);
-            for page in choice.first.iter().flat_map(Clone::clone) {
+            let order = order(&groups, &choice.keeping);
+            for page in choice.keeping.first.iter().flat_map(Clone::clone) {
                 assert!(order.rank(page) < plan.resident, "{frames}: {choice:?}, {plan:?}");
             }
         }
@@ -347,7 +497,7 @@ mod tests {
     fn units_of_one_length_are_not_capped() {
         for frames in [100, 200, 300] {
             let (choice, _) = chosen(&units(&[10; 40]), frames, None);
-            assert_eq!(choice.first, [], "{frames}");
+            assert_eq!(choice.keeping.first, [], "{frames}");
         }
         assert_eq!(caps(&units(&[10; 40]), 400, 200, CAPS), [10]);
     }
@@ -370,7 +520,7 @@ mod tests {
     fn a_pass_with_room_to_hide_in_takes_the_longer_of_compute_and_copies() {
         let groups = units(&[10; 40]);
         let span = |span: u32| (groups[span as usize].clone(), 10);
-        let order = order(&groups, &[]);
+        let order = order(&groups, &Keeping::default());
         let plan = plan(&order, &groups, 200, RingSize::Quarters(12));
         let streamed = f64::from(400 - plan.resident);
         for (compute, expected) in [(1.0, streamed), (4.0 * streamed, 4.0 * streamed)] {
@@ -381,6 +531,16 @@ mod tests {
     }
 
     #[test]
+    fn pages_go_over_to_streaming_by_twos_unless_that_makes_the_pass_longer() {
+        let grain = |groups: &[Range<u32>], frames| chosen(groups, frames, None).0.keeping.grain;
+        for frames in [600, 1200, 1800] {
+            assert_eq!(grain(&units(&[24; 100]), frames), 2, "{frames}");
+        }
+        // A ring for two pages of a unit instead of one is a larger part of what streams there.
+        assert_eq!(grain(&units(&[10; 40]), 300), 1);
+    }
+
+    #[test]
     fn a_faster_runner_gets_a_smaller_ring() {
         let groups = units(&[10; 40]);
         let ring = |compute| chosen(&groups, 200, Some(compute)).1.ring;
@@ -388,20 +548,64 @@ mod tests {
     }
 
     #[test]
+    fn where_the_compute_of_each_span_is_known_spans_behind_slow_ones_stream_more() {
+        // 380 page copies in all, 61 of them with two spans in a row.
+        let seconds: [f32; 23] = [
+            9.0, 2.0, 22.0, 18.0, 15.0, 9.0, 18.0, 10.0, 6.0, 14.0, 4.0, 38.0, 21.0, 35.0, 26.0, 18.0, 20.0,
+            11.0, 17.0, 30.0, 22.0, 5.0, 10.0,
+        ];
+        let lengths = [
+            240, 346, 287, 341, 350, 339, 414, 307, 346, 360, 261, 464, 272, 469, 350, 370, 268, 346, 309,
+            464, 370, 352, 326,
+        ];
+        let groups = units(&lengths);
+        let span = |span: u32| (groups[span as usize].clone(), 100);
+        let frames = lengths.iter().sum::<u32>() - 380;
+        let plan_of = |choice: &Choice| plan(&order(&groups, &choice.keeping), &groups, frames, choice.ring);
+        let time = |compute: &Compute<'_>, choice: &Choice| {
+            let (order, plan) = (order(&groups, &choice.keeping), plan_of(choice));
+            assert!(plan.ring <= 3 * plan.largest_part, "{plan:?}");
+            ModelledPass::new(&order, &span, plan).mean_time(&Loads::of(&order, &span, compute, 380.0))
+        };
+        let choose = |compute: &Compute<'_>, standing: Option<&Choice>| {
+            choose(|keeping| order(&groups, keeping), &groups, span, frames, compute, standing)
+        };
+        let sum = Compute { total: Some(380.0), ..Compute::default() };
+        let each = Compute { spans: Some(&seconds), copy: 1.0, ..sum };
+        let tiny = seconds.map(|seconds| seconds * 1e-7);
+        let (by_sum, by_each) = (choose(&sum, None), choose(&each, None));
+        assert!(by_sum.keeping.shares.is_empty(), "{by_sum:?}");
+        assert!(by_each.keeping.shares[12] > 2 * by_each.keeping.shares[11], "{by_each:?}");
+        let (before, after) = (time(&each, &by_sum), time(&each, &by_each));
+        // No ring does better than the pages that must stream and the compute of the two spans.
+        assert!(after < before * 0.96 && (441.0..450.0).contains(&after), "{before} {after}");
+        // What stands goes on to stand unless that gains enough.
+        assert_eq!(choose(&each, Some(&by_sum)), by_each);
+        let near = Choice { ring: RingSize::Pages(plan_of(&by_each).ring + 2), ..by_each.clone() };
+        assert!(time(&each, &near) > after);
+        assert_eq!(choose(&each, Some(&near)), near);
+        // Compute that is nothing beside the copies tells nothing.
+        let idle = Compute { total: None, spans: Some(&[0.1; 23]), copy: 1.0 };
+        assert_eq!(choose(&idle, None), choose(&Compute::default(), None));
+        // Nor does compute that is about as long as it takes to measure it.
+        assert_eq!(choose(&Compute { spans: Some(&tiny), copy: 1e-7, ..sum }, None), by_sum);
+    }
+
+    #[test]
     fn a_choice_stands_while_the_frames_are_about_as_many_and_comes_back_with_them() {
         let mut choices = Choices::default();
-        let made = |ring| Choice { first: Vec::new(), ring: RingSize::Pages(ring) };
-        let never = || -> Choice { unreachable!("it was chosen before") };
-        assert_eq!(choices.for_about(1000, || made(1)), Some(made(1)));
+        let made = |ring| Choice { keeping: Keeping::default(), ring: RingSize::Pages(ring) };
+        let never = |_: Option<&Choice>| -> Choice { unreachable!("it was chosen before") };
+        assert_eq!(choices.for_about(1000, |_| made(1)), Some(made(1)));
         assert_eq!(choices.for_about(980, never), None);
         assert_eq!(choices.for_about(1020, never), None);
-        assert_eq!(choices.for_about(750, || made(2)), Some(made(2)));
+        assert_eq!(choices.for_about(750, |_| made(2)), Some(made(2)));
         assert_eq!(choices.for_about(985, never), Some(made(1)));
         assert_eq!(choices.for_about(760, never), Some(made(2)));
         choices.forget();
-        assert_eq!(choices.for_about(760, || made(3)), Some(made(3)));
+        assert_eq!(choices.for_about(760, |_| made(3)), Some(made(3)));
         for frames in 1..100 {
-            choices.for_about(frames * 1000, || made(frames));
+            choices.for_about(frames * 1000, |_| made(frames));
         }
         assert_eq!(choices.made.len(), REMEMBERED);
     }

@@ -22,6 +22,7 @@ use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{FrameInfo, Frames, NONE, PageKey, Role};
 use super::load::Loads;
+use super::measure::Measure;
 use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;
 use super::order::{OrderLearner, PagePlace, PassOrder, PlaceSet};
@@ -154,10 +155,12 @@ pub(super) struct ModelState {
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
-    /// Which pages are kept first, and the ring's size.
+    /// Which pages are worth keeping, and the ring's size.
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
+    /// The compute of each span, learned in the first pass.
+    pub(super) measure: Measure,
     /// The choices made lately, and for how many frames.
     pub(super) choices: Choices,
     /// The frames that the plan was made for.
@@ -384,7 +387,7 @@ impl ModelState {
         let layout = &self.layout;
         let next = self.order.page_at(&mut self.cursor);
         let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.first);
+        self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.keeping);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
         // Prefetch goes on at the same page. Which places are streamed is not known before slots are dealt.

@@ -51,6 +51,7 @@ pub(super) fn fault_span(
     ensure_attached(model, &mut control, set)?;
     reclaim::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
+    measure_end(&mut control, id, stream);
     note_order(core, &mut control, id, span)?;
     let together = control.under_way + 1;
     reclaim::note_together(core, &mut control, id, together)?;
@@ -81,6 +82,9 @@ pub(super) fn fault_span(
         brought.and_then(|()| arrive(&mut control, id, span, stream, set).map_err(PagerError::from))
     };
     note_bringing(core, &mut control, id, false);
+    if brought.is_ok() {
+        measure_begin(&mut control, id, span, stream);
+    }
     match brought {
         Ok(()) => {}
         Err(error) => {
@@ -281,6 +285,12 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
         control.under_way -= 1;
         return;
     }
+    if let Some(model) = control.model_mut(id) {
+        match &fence {
+            Some(fence) => model.measure.released(span, slot, fence),
+            None => model.measure.give_up(),
+        }
+    }
     {
         let Control { frames, models, .. } = control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
@@ -314,7 +324,17 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
 /// Notes the fault in the model's order; at the end of a pass the plan may change.
 fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<(), PagerError> {
     let Some(model) = control.model_mut(id) else { return Ok(()) };
-    match model.learner.note(span, &model.order) {
+    let learned = model.learner.note(span, &model.order);
+    if matches!(learned, Learned::PassEnded | Learned::NewOrder(_)) {
+        model.measure.pass_ended();
+        if model.measure.learn(model.order.spans())? {
+            tracing::debug!(model = model.name, "learned the compute of each span");
+            model.choices.reconsider();
+            // Whatever the frames are: the choice is made anew.
+            model.planned_frames = u32::MAX;
+        }
+    }
+    match learned {
         Learned::Nothing => Ok(()),
         Learned::PassEnded => reclaim::pass_ended(core, control, id),
         Learned::NewOrder(spans) => {
@@ -329,6 +349,38 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
             tracing::debug!(model = model.name, "what was never faulted is faulted now");
             reclaim::replan(core, control, id, true)
         }
+    }
+}
+
+/// Notes for the model's measure where its runner's work on the span before ended, if its release did not. A point
+/// that cannot be recorded ends the measuring and not the fault.
+fn measure_end(control: &mut Control, id: u32, stream: &PagerStream) {
+    let alone = control.under_way == 0;
+    let Control { engine, models, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
+    if !model.measure.is_on() {
+        return;
+    }
+    if !alone {
+        model.measure.give_up();
+    } else if model.measure.lacks_end() {
+        match engine.record(stream.stream()) {
+            Ok(point) => model.measure.ended(stream.slot(), point),
+            Err(_) => model.measure.give_up(),
+        }
+    }
+}
+
+/// The same for where its work with this span begins, behind the stream's wait for the bytes.
+fn measure_begin(control: &mut Control, id: u32, span: u32, stream: &PagerStream) {
+    let Control { engine, models, .. } = control;
+    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
+    if !model.measure.is_on() {
+        return;
+    }
+    match engine.record(stream.stream()) {
+        Ok(began) => model.measure.began(span, stream.slot(), began),
+        Err(_) => model.measure.give_up(),
     }
 }
 

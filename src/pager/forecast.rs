@@ -9,12 +9,12 @@
 
 use std::ops::Range;
 
-use super::choose::choose;
+use super::choose::{Compute, choose};
 use super::convert::link_bytes;
 use super::core::ModelState;
 use super::error::PagerError;
 use super::options::{ModelOptions, PagerOptions};
-use super::order::PassOrder;
+use super::order::{Keeping, PassOrder};
 use super::plain;
 use super::plan::{Choice, Plan, RingSize, plan};
 use super::ring;
@@ -323,26 +323,25 @@ impl Seen {
             (pages > budget).then(|| TooLarge { unit: span.unit, need_bytes: u64::from(pages) * page_bytes })
         });
         let pages_of = |span: u32| self.pages_of(span);
-        let order_with = |first: &[Range<u32>]| {
-            PassOrder::new((0..self.spans()).collect(), layout.page_count(), pages_of, first)
+        let order_with = |keeping: &Keeping| {
+            PassOrder::new((0..self.spans()).collect(), layout.page_count(), pages_of, keeping)
         };
         let groups = ModelState::make_groups(layout, &std::collections::HashSet::new());
-        let mut order = order_with(&[]);
+        let mut order = order_with(&Keeping::default());
         let pages = u32::try_from(order.pages().len()).unwrap_or(u32::MAX);
         let frames = if pages <= budget { budget } else { budget.min(pages.saturating_sub(1)) };
-        let mut choice = Choice { first: Vec::new(), ring: options.ring };
+        let mut choice = Choice { keeping: Keeping::default(), ring: options.ring };
         if options.ring == RingSize::Modelled && pages > budget {
             let span = |number: u32| {
                 let bytes = &layout.spans()[number as usize].bytes;
                 (pages_of(number), bytes.end - bytes.start)
             };
-            let compute = model
+            let total = model
                 .compute_per_gib
                 .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, card.link));
-            choice = choose(order_with, &groups, span, frames, compute);
-            if !choice.first.is_empty() {
-                order = order_with(&choice.first);
-            }
+            choice =
+                choose(order_with, &groups, span, frames, &Compute { total, ..Compute::default() }, None);
+            order = order_with(&choice.keeping);
         }
         let plan = plan(&order, &groups, frames, choice.ring);
         let ring = if pages <= budget { 0 } else { plan.ring };
@@ -352,7 +351,7 @@ impl Seen {
         found.ring_bytes = u64::from(slots) * page_bytes;
         found.streamed_bytes = streamed;
         let is_kept_first = |pages: &Range<u32>| {
-            choice.first.iter().any(|first| first.end == pages.end && first.start >= pages.start)
+            choice.keeping.first.iter().any(|first| first.end == pages.end && first.start >= pages.start)
         };
         found.kept_first = (0_u32..)
             .zip(layout.units())

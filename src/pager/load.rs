@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::ahead::{self, Ahead};
-use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes};
+use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes, part_of};
 use super::core::{Control, Core};
 use super::error::PagerError;
 use super::frames::NONE;
@@ -265,12 +265,14 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
                 control.loads.ahead.served = true;
             }
             Source::File => {
-                while count < core.chunk_pages
+                // Two parts ahead is as far as the cut has to see.
+                while count < 2 * core.chunk_pages
                     && page + count < end
                     && source_of(control, id, page + count).0 == Source::File
                 {
                     count += 1;
                 }
+                count = part_of(count, core.chunk_pages);
                 if !copy_from_mapping(core, control, id, page, count) {
                     let number = control.loads.ask(id, page, count);
                     await_load(control, id, page, count, number);

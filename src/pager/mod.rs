@@ -18,7 +18,8 @@
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `order`, `ring`, `forecast` | decisions: pure functions |
+//! | `plan`, `choose`, `order`, `ring`, `forecast` | decisions: pure functions |
+//! | `measure` | how long the runner computes with each span |
 //! | `residency` | where every page is now, for reports |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
@@ -43,6 +44,7 @@ mod frames;
 mod guard;
 mod keep;
 mod load;
+mod measure;
 mod model;
 mod mutations;
 mod options;

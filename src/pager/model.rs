@@ -615,14 +615,12 @@ impl PagedModel {
         let (at, bytes, rows) = if whole {
             (place.at, place.bytes, 0..info.shape.first().copied().unwrap_or(1))
         } else {
-            let spans = pinned.spans();
-            let spans = &self.layout.spans()[spans.start as usize..spans.end as usize];
             let mut found: Option<(u64, u64, std::ops::Range<u64>)> = None;
-            for span in spans {
-                let parts = &self.layout.parts()[span.parts.start as usize..span.parts.end as usize];
-                for part in parts.iter().filter(|part| part.tensor == tensor) {
+            for span in pinned.spans() {
+                let parts = self.layout.parts_of(&self.index, span);
+                for part in parts.filter(|part| part.tensor == tensor) {
                     found = Some(match found {
-                        None => (part.at, part.bytes, part.rows.clone()),
+                        None => (part.at, part.bytes, part.rows),
                         Some((at, bytes, rows)) => (at, bytes + part.bytes, rows.start..part.rows.end),
                     });
                 }

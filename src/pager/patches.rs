@@ -82,12 +82,11 @@ impl PatchSet {
             by_tensor.entry(patch.tensor).or_default().push(patch);
         }
         let version = NEXT.fetch_add(1, Ordering::Relaxed) % MAX_VERSION + 1;
-        let spans = layout
-            .spans()
-            .iter()
-            .map(|span| {
-                let parts = &layout.parts()[span.parts.start as usize..span.parts.end as usize];
-                let touched = parts.iter().any(|part| by_tensor.contains_key(&part.tensor));
+        let spans = (0_u32..)
+            .zip(layout.spans())
+            .map(|(span, _)| {
+                let mut parts = layout.parts_of(index, span);
+                let touched = parts.any(|part| by_tensor.contains_key(&part.tensor));
                 if touched { version } else { 0 }
             })
             .collect();

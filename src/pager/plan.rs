@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use super::order::PassOrder;
+use super::order::{Keeping, PassOrder};
 use super::ring;
 
 /// What a model gets of the card.
@@ -35,11 +35,10 @@ pub enum RingSize {
     Pages(u32),
 }
 
-/// A choice that plans are made by: which pages are kept first, and the ring's size.
+/// A choice that plans are made by: which pages are worth keeping, and the ring's size.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Choice {
-    /// Runs of pages that are kept before all others.
-    pub(crate) first: Vec<Range<u32>>,
+    pub(crate) keeping: Keeping,
     pub(crate) ring: RingSize,
 }
 
@@ -111,7 +110,7 @@ mod tests {
 
     fn even(spans: u32, pages_each: u32) -> (PassOrder, Vec<Range<u32>>) {
         let pages = move |span: u32| span * pages_each..(span + 1) * pages_each;
-        let order = PassOrder::new((0..spans).collect(), spans * pages_each, pages, &[]);
+        let order = PassOrder::new((0..spans).collect(), spans * pages_each, pages, &Keeping::default());
         (order, (0..spans).map(pages).collect())
     }
 

@@ -59,9 +59,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
             model.cursor = next;
         }
         run = match run {
-            Some((first, count)) if first + count == page && count < core.chunk_pages => {
-                Some((first, count + 1))
-            }
+            Some((first, count)) if first + count == page => Some((first, count + 1)),
             Some((first, count)) => {
                 load::submit(core, control, id, first, count);
                 if !control.is_present(id, first) {

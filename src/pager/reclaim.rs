@@ -12,14 +12,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::choose::choose;
+use super::choose::{Compute, choose};
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
-use super::forecast::compute_in_copies;
+use super::forecast::{ASSUMED_LINK, compute_in_copies};
 use super::frames::{NONE, PageKey, Role};
 use super::mutations::Mutation;
-use super::order::{PassOrder, PlaceSet};
+use super::order::{Keeping, PassOrder, PlaceSet};
 use super::plain;
 use super::plan::{RingSize, plan};
 use super::ring;
@@ -344,22 +344,23 @@ fn leave_old_slots(control: &mut Control, id: u32) {
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     let layout = Arc::clone(&model.layout);
     let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-    let choice = model.choices.for_about(frames, || {
+    let choice = model.choices.for_about(frames, |standing| {
         let spans = model.order.spans();
-        let order_with = |first: &[std::ops::Range<u32>]| {
-            PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, first)
-        };
+        let order_with =
+            |keeping: &Keeping| PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, keeping);
         let span = |span: u32| {
             let bytes = &layout.spans()[span as usize].bytes;
             (pages_of(span), bytes.end - bytes.start)
         };
-        let compute = model
-            .compute_per_gib
-            .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, core.device.info().link));
-        choose(order_with, &model.groups, span, frames, compute)
+        let link = core.device.info().link;
+        let copy = link.unwrap_or(ASSUMED_LINK).duration(core.page_bytes).as_secs_f64();
+        let total =
+            model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
+        let compute = Compute { total, spans: model.measure.seconds(), copy };
+        choose(order_with, &model.groups, span, frames, &compute, standing)
     });
     let Some(choice) = choice else { return };
-    let other_order = choice.first != model.choice.first;
+    let other_order = choice.keeping != model.choice.keeping;
     model.choice = choice;
     if other_order {
         let spans = model.order.spans().to_vec();

@@ -64,8 +64,9 @@ pub struct Span {
     pub bytes: Range<u64>,
     /// The pages that those addresses touch; empty if there are none.
     pub pages: Range<u32>,
-    /// Its tensors or runs of rows: places in [`PageLayout::parts`].
-    pub parts: Range<u32>,
+    /// Its runs of rows among those of all units that are cut; empty for a whole unit. See
+    /// [`PageLayout::parts_of`].
+    parts: Range<u32>,
 }
 
 /// Some rows of a tensor in a span; all of them unless the span is a piece of a unit.
@@ -121,6 +122,7 @@ pub struct PageLayout {
     total_bytes: u64,
     units: Vec<UnitLayout>,
     spans: Vec<Span>,
+    /// Of units that are cut only: what a whole one consists of is known without.
     parts: Vec<TensorPart>,
     /// In address order.
     placed: Vec<Placed>,
@@ -160,7 +162,7 @@ impl PageLayout {
             total_bytes: 0,
             units: Vec::with_capacity(index.units().len()),
             spans: Vec::with_capacity(index.units().len()),
-            parts: Vec::with_capacity(index.tensors().len()),
+            parts: Vec::new(),
             placed: Vec::with_capacity(index.tensors().len()),
             place_of: vec![0; index.tensors().len()],
             spans_near: Landmarks::default(),
@@ -230,7 +232,7 @@ impl PageLayout {
             self.total_bytes += piece.bytes;
         }
 
-        let first_span = self.spans.len();
+        let (first_span, first_part) = (self.spans.len(), self.parts.len());
         let (spans, parts) = (&mut self.spans, &mut self.parts);
         let limit = if unit_bytes <= options.whole_bytes { u64::MAX } else { options.piece_bytes };
         cut_unit(&pieces, unit_bytes, limit, |part| {
@@ -259,6 +261,10 @@ impl PageLayout {
             span.bytes.end = next_start;
             next_part -= count;
             next_start = span.bytes.start;
+        }
+        if let [whole] = &mut self.spans[first_span..] {
+            whole.parts = 0..0;
+            self.parts.truncate(first_part);
         }
         self.units.push(UnitLayout { bytes: start..unit_end, spans });
         Ok(unit_end)
@@ -296,9 +302,24 @@ impl PageLayout {
         &self.spans
     }
 
-    /// All parts, in address order.
-    pub fn parts(&self) -> &[TensorPart] {
-        &self.parts
+    /// The tensors of a span, or their rows in it, in address order. `index` is the one that was laid out.
+    ///
+    /// # Panics
+    /// If `span` is no place in [`Self::spans`], or `index` another one.
+    pub fn parts_of<'a>(
+        &'a self,
+        index: &'a TensorIndex,
+        span: u32,
+    ) -> impl Iterator<Item = TensorPart> + 'a {
+        let span = &self.spans[span as usize];
+        let parts = &self.parts[span.parts.start as usize..span.parts.end as usize];
+        let whole = if parts.is_empty() { &index.unit_info(span.unit).tensors[..] } else { &[] };
+        let all_of = |&tensor: &TensorId| {
+            let place = self.tensor_at(tensor);
+            let rows = 0..index.tensor_info(tensor).shape.first().copied().unwrap_or(1);
+            TensorPart { tensor, rows, at: place.at, bytes: place.bytes }
+        };
+        parts.iter().cloned().chain(whole.iter().map(all_of))
     }
 
     /// A tensor's place.

@@ -150,6 +150,7 @@ pass_on! { Streams:
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
+    fn passed_at(event: EventId) -> Option<ModelTime>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }
@@ -177,6 +178,9 @@ pass_on! { Kernels:
 impl Clock for Wrapped {
     fn now(&self) -> ModelTime {
         self.inner.now()
+    }
+    fn tells_when_passed(&self) -> bool {
+        self.inner.tells_when_passed()
     }
     fn set_now(&self, time: ModelTime) {
         self.inner.set_now(time);

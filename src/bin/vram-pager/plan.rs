@@ -108,8 +108,10 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     let mut pass_ms = None;
     if found.runs() {
         let rehearsal = rehearse(&args.file, &index, &device, &facts, args, &found)?;
-        if !facts.virtual_memory {
-            // How the card's pool can be cut decides there, and only the pool knows.
+        // Without virtual memory calls how the card's pool can be cut decides, and only the pool knows. With compute
+        // the pager learns in the first pass how much of it is each unit's, and may share pages out by it.
+        if !facts.virtual_memory || args.card.compute_per_gib.is_some() {
+            found.largest_streamed_part_bytes = rehearsal.largest_streamed_part_bytes;
             found.resident_bytes = rehearsal.resident_bytes;
             found.ring_bytes = rehearsal.ring_bytes;
             found.streamed_bytes = rehearsal.passes.last().map_or(0, |pass| pass.h2d_bytes);

@@ -225,6 +225,11 @@ impl Streams for EmulatedDevice {
         }
     }
 
+    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
+        let point = Self::event_point(&self.control.lock(), "passed_at", event)?;
+        Ok(point.map(|point| point.time).filter(|time| *time <= self.clock.now()))
+    }
+
     unsafe fn wait_event(&self, event: EventId) -> Result<(), DeviceError> {
         let answer = self.enter(CallKind::WaitEvent, 0);
         let point = Self::event_point(&self.control.lock(), "wait_event", event)?;
@@ -440,6 +445,10 @@ fn check_launch(launch: &Launch) -> Result<(), DeviceError> {
 impl Clock for EmulatedDevice {
     fn now(&self) -> ModelTime {
         self.clock.now()
+    }
+
+    fn tells_when_passed(&self) -> bool {
+        true
     }
 
     fn set_now(&self, time: ModelTime) {

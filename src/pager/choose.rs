@@ -35,9 +35,6 @@ const GAIN: f64 = 0.02;
 /// Seconds of compute that spans must have on average to be told from what it takes to measure them.
 const SHORTEST: f64 = 10e-6;
 
-/// What a pass may lose for copies of two pages and more.
-const PAIRED: f64 = 0.005;
-
 /// Shares of a page copy.
 const SHARE: f64 = 64.0;
 
@@ -71,20 +68,18 @@ pub(crate) struct Compute<'a> {
 /// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages by what is worth
 /// keeping; `span` a span's pages and its bytes. `groups` are what is faulted at once.
 ///
-/// The link copies one page a unit of time. Where each span's compute is known, the pass is modelled with it.
-/// Otherwise with the sum alone, evenly and unevenly spread in several seeded ways; if that is not known either,
-/// it is as many copies as there are pages that no card of this size could hold: the hardest case, and the one
-/// in which ring sizes differ most.
-///
-/// `standing` is a choice that was made for as many frames before the compute was known. It goes on to stand unless
-/// another one gains [`GAIN`].
+/// The link copies one page a unit of time. Caps and rings are modelled with the sum of compute alone, evenly and
+/// unevenly spread in several seeded ways; if that is not known, it is as many copies as there are pages that no
+/// card of this size could hold: the hardest case, and the one in which ring sizes differ most. Where each span's
+/// compute was measured, what streams may be shared out by it in the place of caps, if a pass with this very
+/// compute gains [`GAIN`] by that: where computing takes far longer than copying every ring is as fast, and the
+/// one that the sum asks for copies less than most.
 pub(crate) fn choose(
     order_with: impl Fn(&Keeping) -> PassOrder,
     groups: &[Range<u32>],
     span: impl Fn(u32) -> (Range<u32>, u64),
     frames: u32,
     compute: &Compute<'_>,
-    standing: Option<&Choice>,
 ) -> Choice {
     let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
     let mut order = order_with(&Keeping::default());
@@ -92,7 +87,9 @@ pub(crate) fn choose(
     if pages <= frames || order.pages().len() > MODELLED_PAGES {
         return best;
     }
-    let loads = Loads::of(&order, &span, compute, f64::from(pages - frames));
+    let hardest = f64::from(pages - frames);
+    let loads = Loads::new(&order, &span, compute.total.unwrap_or(hardest));
+    let measured = Loads::measured(&order, compute, hardest);
     let a_cap = (pages - frames) as usize * PASSES * loads.0.len() * TRIED.len();
     let caps = caps(groups, pages, frames, (MOST_COPIES / a_cap.max(1)).clamp(1, CAPS));
     let mut shortest = f64::INFINITY;
@@ -118,37 +115,29 @@ pub(crate) fn choose(
             }
         }
     }
-    // Pages go over to streaming by twos, so that a copy is no smaller, unless a pass would tell.
+    // Pages go over to streaming by twos, so that a copy is no smaller, where a pass loses nothing by it.
+    let loads = measured.as_ref().unwrap_or(&loads);
     let paired = Keeping { grain: 2, ..best.keeping.clone() };
-    let order_paired = order_with(&paired);
-    let plan_paired = plan(&order_paired, groups, frames, best.ring);
-    if plan_paired.ring <= 3 * plan_paired.largest_part {
-        let time = ModelledPass::new(&order_paired, &span, plan_paired).mean_time(&loads);
-        if time <= shortest * (1.0 + PAIRED) {
-            best.keeping = paired;
-        }
+    let timed = |keeping: &Keeping, ring: RingSize, loads: &Loads| {
+        let order = order_with(keeping);
+        let plan = plan(&order, groups, frames, ring);
+        (plan, ModelledPass::new(&order, &span, plan).mean_time(loads))
+    };
+    let singly = timed(&best.keeping, best.ring, loads).1;
+    let (plan, by_twos) = timed(&paired, best.ring, loads);
+    if by_twos <= singly && plan.ring <= 3 * plan.largest_part {
+        best.keeping = paired;
     }
-    let Some(known) = loads.known() else { return best };
+    let Some(measured) = measured else { return best };
+    // What moves when shares are taken is copied and mapped once more.
+    let mut shortest = singly.min(by_twos) * (1.0 - GAIN);
     // An order takes about as long as the model of so many copies.
     let most = MOST_COPIES / (order.pages().len() * 20);
-    for (keeping, ring) in shared_out(known, &order, pages - frames).take(most) {
-        let order = order_with(&keeping);
-        let plan = plan(&order, groups, frames, ring);
-        if plan.ring > 3 * plan.largest_part.max(1) {
-            continue;
-        }
-        let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
-        if time < shortest * 0.998 {
+    for (keeping, ring) in shared_out(&measured.0[0], &order, pages - frames).take(most) {
+        let (plan, time) = timed(&keeping, ring, &measured);
+        if time < shortest && plan.ring <= 3 * plan.largest_part.max(1) {
             shortest = time;
             best = Choice { keeping, ring: RingSize::Pages(plan.ring) };
-        }
-    }
-    if let Some(standing) = standing {
-        let order = order_with(&standing.keeping);
-        let plan = plan(&order, groups, frames, standing.ring);
-        let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
-        if time * (1.0 - GAIN) < shortest {
-            return standing.clone();
         }
     }
     best
@@ -205,18 +194,12 @@ fn shared_out<'a>(
 #[derive(Debug, Default)]
 pub(crate) struct Choices {
     made: Vec<(u32, Choice)>,
-    /// The one that was in use when more became known.
-    standing: Option<(u32, Choice)>,
 }
 
 impl Choices {
     /// The choice to go over to for so many frames, by `choose` if none was made for about as many; `None`
-    /// if the one in use stands. `choose` is given the choice of [`Self::reconsider`], if it was for about as many.
-    pub(crate) fn for_about(
-        &mut self,
-        frames: u32,
-        choose: impl FnOnce(Option<&Choice>) -> Choice,
-    ) -> Option<Choice> {
+    /// if the one in use stands.
+    pub(crate) fn for_about(&mut self, frames: u32, choose: impl FnOnce() -> Choice) -> Option<Choice> {
         let off = |chosen: u32| chosen.abs_diff(frames);
         let is_near = |chosen: u32| off(chosen) <= (chosen / 50).max(SMALL_CHANGE);
         if self.made.last().is_some_and(|(chosen, _)| is_near(*chosen)) {
@@ -225,10 +208,9 @@ impl Choices {
         let known = (0..self.made.len())
             .filter(|&place| is_near(self.made[place].0))
             .min_by_key(|&place| off(self.made[place].0));
-        let standing = self.standing.take().filter(|(chosen, _)| is_near(*chosen));
         let next = match known {
             Some(place) => self.made.remove(place),
-            None => (frames, choose(standing.as_ref().map(|(_, choice)| choice))),
+            None => (frames, choose()),
         };
         if self.made.len() == REMEMBERED {
             self.made.remove(0);
@@ -239,13 +221,6 @@ impl Choices {
 
     /// Another order, other groups or another compute: no choice holds any more.
     pub(crate) fn forget(&mut self) {
-        self.made.clear();
-        self.standing = None;
-    }
-
-    /// More is known of the same compute: choices are made anew, and the one in use may win again.
-    pub(crate) fn reconsider(&mut self) {
-        self.standing = self.made.pop();
         self.made.clear();
     }
 }
@@ -292,30 +267,16 @@ fn beyond(groups: &[Range<u32>], cap: u32, frames: u32) -> Vec<Range<u32>> {
 struct Loads(Vec<Vec<f64>>);
 
 impl Loads {
-    /// As it was measured, if it was and there is enough of it to matter; otherwise in all ways. `hardest` is
-    /// the sum where nobody told it.
-    fn of(
-        order: &PassOrder,
-        span: &impl Fn(u32) -> (Range<u32>, u64),
-        compute: &Compute<'_>,
-        hardest: f64,
-    ) -> Self {
-        let measured = |seconds: &[f32]| {
-            let load = |span: &u32| seconds.get(*span as usize).map_or(0.0, |load| f64::from(*load));
-            let loads: Vec<f64> = order.spans().iter().map(|span| load(span) / compute.copy).collect();
-            let sum: f64 = loads.iter().sum();
-            let scale = compute.total.map_or(1.0, |total| total / sum);
-            #[expect(clippy::cast_precision_loss, reason = "a count of spans")]
-            let enough = (hardest / 16.0).max(SHORTEST / compute.copy * loads.len() as f64);
-            (sum > enough).then(|| Self(vec![loads.iter().map(|load| load * scale).collect()]))
-        };
-        let known = compute.spans.filter(|_| compute.copy > 0.0).and_then(measured);
-        known.unwrap_or_else(|| Self::new(order, span, compute.total.unwrap_or(hardest)))
-    }
-
-    /// The compute of each span in pass order, if it was measured.
-    fn known(&self) -> Option<&[f64]> {
-        if let [known] = &self.0[..] { Some(known) } else { None }
+    /// As it was measured, if it was and there is enough of it to matter beside `hardest` page copies.
+    fn measured(order: &PassOrder, compute: &Compute<'_>, hardest: f64) -> Option<Self> {
+        let seconds = compute.spans.filter(|_| compute.copy > 0.0)?;
+        let load = |span: &u32| seconds.get(*span as usize).map_or(0.0, |load| f64::from(*load));
+        let loads: Vec<f64> = order.spans().iter().map(|span| load(span) / compute.copy).collect();
+        let sum: f64 = loads.iter().sum();
+        #[expect(clippy::cast_precision_loss, reason = "a count of spans")]
+        let enough = (hardest / 16.0).max(SHORTEST / compute.copy * loads.len() as f64);
+        let scale = compute.total.map_or(1.0, |total| total / sum);
+        (sum > enough).then(|| Self(vec![loads.iter().map(|load| load * scale).collect()]))
     }
 
     fn new(order: &PassOrder, span: &impl Fn(u32) -> (Range<u32>, u64), total: f64) -> Self {
@@ -448,7 +409,7 @@ mod tests {
             let pages = groups[span as usize].clone();
             (pages.clone(), u64::from(pages.end - pages.start))
         };
-        let choice = choose(|keeping| order(groups, keeping), groups, span, frames, &compute, None);
+        let choice = choose(|keeping| order(groups, keeping), groups, span, frames, &compute);
         let plan = plan(&order(groups, &choice.keeping), groups, frames, choice.ring);
         (choice, plan)
     }
@@ -531,11 +492,9 @@ mod tests {
     }
 
     #[test]
-    fn pages_go_over_to_streaming_by_twos_unless_that_makes_the_pass_longer() {
+    fn pages_go_over_to_streaming_by_twos_where_the_pass_loses_nothing_by_it() {
         let grain = |groups: &[Range<u32>], frames| chosen(groups, frames, None).0.keeping.grain;
-        for frames in [600, 1200, 1800] {
-            assert_eq!(grain(&units(&[24; 100]), frames), 2, "{frames}");
-        }
+        assert_eq!(grain(&units(&[24; 100]), 600), 2);
         // A ring for two pages of a unit instead of one is a larger part of what streams there.
         assert_eq!(grain(&units(&[10; 40]), 300), 1);
     }
@@ -565,47 +524,47 @@ mod tests {
         let time = |compute: &Compute<'_>, choice: &Choice| {
             let (order, plan) = (order(&groups, &choice.keeping), plan_of(choice));
             assert!(plan.ring <= 3 * plan.largest_part, "{plan:?}");
-            ModelledPass::new(&order, &span, plan).mean_time(&Loads::of(&order, &span, compute, 380.0))
+            ModelledPass::new(&order, &span, plan)
+                .mean_time(&Loads::measured(&order, compute, 380.0).unwrap())
         };
-        let choose = |compute: &Compute<'_>, standing: Option<&Choice>| {
-            choose(|keeping| order(&groups, keeping), &groups, span, frames, compute, standing)
-        };
+        let choose =
+            |compute: &Compute<'_>| choose(|keeping| order(&groups, keeping), &groups, span, frames, compute);
         let sum = Compute { total: Some(380.0), ..Compute::default() };
         let each = Compute { spans: Some(&seconds), copy: 1.0, ..sum };
         let tiny = seconds.map(|seconds| seconds * 1e-7);
-        let (by_sum, by_each) = (choose(&sum, None), choose(&each, None));
+        let (by_sum, by_each) = (choose(&sum), choose(&each));
         assert!(by_sum.keeping.shares.is_empty(), "{by_sum:?}");
         assert!(by_each.keeping.shares[12] > 2 * by_each.keeping.shares[11], "{by_each:?}");
         let (before, after) = (time(&each, &by_sum), time(&each, &by_each));
         // No ring does better than the pages that must stream and the compute of the two spans.
         assert!(after < before * 0.96 && (441.0..450.0).contains(&after), "{before} {after}");
-        // What stands goes on to stand unless that gains enough.
-        assert_eq!(choose(&each, Some(&by_sum)), by_each);
-        let near = Choice { ring: RingSize::Pages(plan_of(&by_each).ring + 2), ..by_each.clone() };
-        assert!(time(&each, &near) > after);
-        assert_eq!(choose(&each, Some(&near)), near);
+        // Where computing takes four times as long as copying nothing is gained.
+        let long = Compute { total: Some(4.0 * 380.0), ..each };
+        let (by_long, by_its_sum) = (choose(&long), choose(&Compute { spans: None, ..long }));
+        assert!(by_long.keeping.shares.is_empty(), "{by_long:?}");
+        assert_eq!(by_long.ring, by_its_sum.ring);
         // Compute that is nothing beside the copies tells nothing.
         let idle = Compute { total: None, spans: Some(&[0.1; 23]), copy: 1.0 };
-        assert_eq!(choose(&idle, None), choose(&Compute::default(), None));
+        assert_eq!(choose(&idle), choose(&Compute::default()));
         // Nor does compute that is about as long as it takes to measure it.
-        assert_eq!(choose(&Compute { spans: Some(&tiny), copy: 1e-7, ..sum }, None), by_sum);
+        assert_eq!(choose(&Compute { spans: Some(&tiny), copy: 1e-7, ..sum }), by_sum);
     }
 
     #[test]
     fn a_choice_stands_while_the_frames_are_about_as_many_and_comes_back_with_them() {
         let mut choices = Choices::default();
         let made = |ring| Choice { keeping: Keeping::default(), ring: RingSize::Pages(ring) };
-        let never = |_: Option<&Choice>| -> Choice { unreachable!("it was chosen before") };
-        assert_eq!(choices.for_about(1000, |_| made(1)), Some(made(1)));
+        let never = || -> Choice { unreachable!("it was chosen before") };
+        assert_eq!(choices.for_about(1000, || made(1)), Some(made(1)));
         assert_eq!(choices.for_about(980, never), None);
         assert_eq!(choices.for_about(1020, never), None);
-        assert_eq!(choices.for_about(750, |_| made(2)), Some(made(2)));
+        assert_eq!(choices.for_about(750, || made(2)), Some(made(2)));
         assert_eq!(choices.for_about(985, never), Some(made(1)));
         assert_eq!(choices.for_about(760, never), Some(made(2)));
         choices.forget();
-        assert_eq!(choices.for_about(760, |_| made(3)), Some(made(3)));
+        assert_eq!(choices.for_about(760, || made(3)), Some(made(3)));
         for frames in 1..100 {
-            choices.for_about(frames * 1000, |_| made(frames));
+            choices.for_about(frames * 1000, || made(frames));
         }
         assert_eq!(choices.made.len(), REMEMBERED);
     }

@@ -329,7 +329,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
         model.measure.pass_ended();
         if model.measure.learn(model.order.spans())? {
             tracing::debug!(model = model.name, "learned the compute of each span");
-            model.choices.reconsider();
+            model.choices.forget();
             // Whatever the frames are: the choice is made anew.
             model.planned_frames = u32::MAX;
         }

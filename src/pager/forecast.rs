@@ -339,8 +339,7 @@ impl Seen {
             let total = model
                 .compute_per_gib
                 .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, card.link));
-            choice =
-                choose(order_with, &groups, span, frames, &Compute { total, ..Compute::default() }, None);
+            choice = choose(order_with, &groups, span, frames, &Compute { total, ..Compute::default() });
             order = order_with(&choice.keeping);
         }
         let plan = plan(&order, &groups, frames, choice.ring);

@@ -344,7 +344,7 @@ fn leave_old_slots(control: &mut Control, id: u32) {
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     let layout = Arc::clone(&model.layout);
     let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
-    let choice = model.choices.for_about(frames, |standing| {
+    let choice = model.choices.for_about(frames, || {
         let spans = model.order.spans();
         let order_with =
             |keeping: &Keeping| PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, keeping);
@@ -357,7 +357,7 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
         let total =
             model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
         let compute = Compute { total, spans: model.measure.seconds(), copy };
-        choose(order_with, &model.groups, span, frames, &compute, standing)
+        choose(order_with, &model.groups, span, frames, &compute)
     });
     let Some(choice) = choice else { return };
     let other_order = choice.keeping != model.choice.keeping;

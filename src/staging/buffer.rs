@@ -76,8 +76,10 @@ impl StagingBuffer {
     /// # Errors
     /// The device fails while the copies in flight are waited for.
     pub fn bytes_mut(&mut self) -> Result<Filling<'_>, DeviceError> {
-        for copy in self.copies.drain(..) {
+        // One that cannot be waited for stays noted: the buffer is not handed out again before it is done.
+        while let Some(copy) = self.copies.last() {
             copy.wait()?;
+            self.copies.pop();
         }
         self.arena.begin_host_write(self.start, self.len())?;
         Ok(Filling { buffer: self })

@@ -18,7 +18,7 @@
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `choose`, `order`, `ring`, `forecast` | decisions: pure functions |
+//! | `plan`, `choose`, `order`, `learner`, `ring`, `forecast` | decisions: pure functions |
 //! | `measure` | how long the runner computes with each span |
 //! | `residency` | where every page is now, for reports |
 //!
@@ -43,6 +43,7 @@ mod forecast;
 mod frames;
 mod guard;
 mod keep;
+mod learner;
 mod load;
 mod measure;
 mod model;

@@ -327,11 +327,16 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
     let learned = model.learner.note(span, &model.order);
     if matches!(learned, Learned::PassEnded | Learned::NewOrder(_)) {
         model.measure.pass_ended();
-        if model.measure.learn(model.order.spans())? {
-            tracing::debug!(model = model.name, "learned the compute of each span");
-            model.choices.forget();
-            // Whatever the frames are: the choice is made anew.
-            model.planned_frames = u32::MAX;
+        match model.measure.learn(model.order.spans()) {
+            Ok(true) => {
+                tracing::debug!(model = model.name, "learned the compute of each span");
+                model.choices.forget();
+                // Whatever the frames are: the choice is made anew.
+                model.planned_frames = u32::MAX;
+            }
+            Ok(false) => {}
+            // What the pass taught of its order is not lost for a time that cannot be read.
+            Err(_) => model.measure.give_up(),
         }
     }
     match learned {

@@ -90,7 +90,7 @@ impl Pager {
         }
         let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
-        let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
+        let chunk_pages = options.chunk_pages(page_bytes);
         let arena = Arena::new(
             device,
             &ArenaOptions { slot_bytes: page_bytes, run_slots: chunk_pages, limit_bytes: limit },

@@ -10,15 +10,12 @@
 
 use std::ops::Range;
 
+use super::modelled::{Compute, Loads, ModelledPass, PASSES};
 use super::order::{Keeping, PassOrder};
-use super::plan::{Choice, Plan, RingSize, plan};
-use super::ring;
+use super::plan::{Choice, RingSize, plan};
 
 /// Ring sizes that are tried, in quarters of the largest streamed part.
 const TRIED: [u32; 9] = [4, 5, 6, 7, 8, 9, 10, 11, 12];
-
-/// Ways to spread compute that a choice is averaged over, beside the even one.
-const SEEDS: u32 = 8;
 
 /// The most caps that are tried.
 const CAPS: usize = 16;
@@ -32,16 +29,16 @@ const BESIDE: i32 = 6;
 /// What another choice must gain over one that stands for it to be worth moving pages.
 const GAIN: f64 = 0.02;
 
-/// Seconds of compute that spans must have on average to be told from what it takes to measure them.
-const SHORTEST: f64 = 10e-6;
+/// What a copy costs beside its pages, in page copies of 2 MiB: one of 1 MiB reaches 94 % of the link.
+const COPY: f64 = 1.0 / 32.0;
+
+/// Pages of a cell, where spans are ranked by cells: on a card that lacks a tenth of them two stream, one copy.
+const CELL: u32 = 20;
 
 /// Shares of a page copy.
 const SHARE: f64 = 64.0;
 
-/// Passes that are modelled; the last one counts.
-const PASSES: usize = 3;
-
-/// Page copies that one choice may model: about a tenth of a second.
+/// Page copies that one choice may model for caps, and again for cells: about a tenth of a second each.
 const MOST_COPIES: usize = 40_000_000;
 
 /// Beyond this many pages nothing but the default is tried, since modelling a pass would take longer than
@@ -54,23 +51,15 @@ const SMALL_CHANGE: u32 = 4;
 /// Choices that are remembered.
 const REMEMBERED: usize = 8;
 
-/// What is known of the runner's compute.
-#[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(crate) struct Compute<'a> {
-    /// The compute of a pass in page copies, if the runner told it.
-    pub(crate) total: Option<f64>,
-    /// The seconds of each span, by its number, if they were measured.
-    pub(crate) spans: Option<&'a [f32]>,
-    /// The seconds of a page copy.
-    pub(crate) copy: f64,
-}
-
 /// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages by what is worth
-/// keeping; `span` a span's pages and its bytes. `groups` are what is faulted at once.
+/// keeping; `span` a span's pages and its bytes. `groups` are what is faulted at once; `most` are the pages of the
+/// largest copy.
 ///
 /// The link copies one page a unit of time. Caps and rings are modelled with the sum of compute alone, evenly and
 /// unevenly spread in several seeded ways; if that is not known, it is as many copies as there are pages that no
-/// card of this size could hold: the hardest case, and the one in which ring sizes differ most. Where each span's
+/// card of this size could hold: the hardest case, and the one in which ring sizes differ most. Then pages may be
+/// ranked by twos and by cells, so that copies are larger, if that saves more of what a copy costs beside its bytes
+/// than the pass loses by it. Where each span's
 /// compute was measured, what streams may be shared out by it in the place of caps, if a pass with this very
 /// compute gains [`GAIN`] by that: where computing takes far longer than copying every ring is as fast, and the
 /// one that the sum asks for copies less than most.
@@ -79,6 +68,7 @@ pub(crate) fn choose(
     groups: &[Range<u32>],
     span: impl Fn(u32) -> (Range<u32>, u64),
     frames: u32,
+    most: u32,
     compute: &Compute<'_>,
 ) -> Choice {
     let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
@@ -106,7 +96,7 @@ pub(crate) fn choose(
             if plan.resident < kept || last.replace(plan) == Some(plan) {
                 continue;
             }
-            let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
+            let time = ModelledPass::new(&order, &span, plan, most).mean_time(&loads);
             // A larger ring, or a lower cap, must gain something.
             if time < shortest * 0.998 {
                 shortest = time;
@@ -115,26 +105,46 @@ pub(crate) fn choose(
             }
         }
     }
-    // Pages go over to streaming by twos, so that a copy is no smaller, where a pass loses nothing by it.
-    let loads = measured.as_ref().unwrap_or(&loads);
-    let paired = Keeping { grain: 2, ..best.keeping.clone() };
-    let timed = |keeping: &Keeping, ring: RingSize, loads: &Loads| {
-        let order = order_with(keeping);
-        let plan = plan(&order, groups, frames, ring);
-        (plan, ModelledPass::new(&order, &span, plan).mean_time(loads))
+    let timed = |order: &PassOrder, ring: RingSize, loads: &Loads| {
+        let plan = plan(order, groups, frames, ring);
+        let pass = ModelledPass::new(order, &span, plan, most);
+        (plan, pass.mean_time(loads), pass.copies() * COPY)
     };
-    let singly = timed(&best.keeping, best.ring, loads).1;
-    let (plan, by_twos) = timed(&paired, best.ring, loads);
-    if by_twos <= singly && plan.ring <= 3 * plan.largest_part {
-        best.keeping = paired;
+    // Pages go over to streaming by twos, and neighbouring spans as one, where larger copies are worth what the
+    // pass loses by it.
+    let apart = best.clone();
+    let order_apart = order_with(&apart.keeping);
+    let (_, time, copies) = timed(&order_apart, apart.ring, &loads);
+    let mut least = time + copies;
+    let mut left = (MOST_COPIES / (a_cap / TRIED.len()).max(1)).max(1);
+    // What a cap keeps first lies in the midst of cells: they are tried without it as well.
+    let uncapped = (!apart.keeping.first.is_empty()).then_some((CELL, Vec::new()));
+    let capped = [0, CELL].map(|cell| (cell, apart.keeping.first.clone()));
+    for (cell, first) in capped.into_iter().chain(uncapped) {
+        let kept: u32 = first.iter().map(|pages| pages.end - pages.start).sum();
+        let keeping = Keeping { grain: 2, cell, first, ..Keeping::default() };
+        let order = order_with(&keeping);
+        for ring in std::iter::once(apart.ring).chain(TRIED.map(RingSize::Quarters)).take(left) {
+            left -= 1;
+            let (plan, time, copies) = timed(&order, ring, &loads);
+            if time + copies < least && plan.resident >= kept && plan.ring <= 3 * plan.largest_part {
+                least = time + copies;
+                best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
+            }
+        }
     }
     let Some(measured) = measured else { return best };
+    let (_, singly, many) = timed(&order_apart, apart.ring, &measured);
+    let (_, joined, few) = timed(&order_with(&best.keeping), best.ring, &measured);
+    if singly + many < joined + few {
+        best = apart;
+    }
+    let mut shortest = singly.min(joined) * (1.0 - GAIN);
     // What moves when shares are taken is copied and mapped once more.
-    let mut shortest = singly.min(by_twos) * (1.0 - GAIN);
     // An order takes about as long as the model of so many copies.
     let most = MOST_COPIES / (order.pages().len() * 20);
     for (keeping, ring) in shared_out(&measured.0[0], &order, pages - frames).take(most) {
-        let (plan, time) = timed(&keeping, ring, &measured);
+        let (plan, time, _) = timed(&order_with(&keeping), ring, &measured);
         if time < shortest && plan.ring <= 3 * plan.largest_part.max(1) {
             shortest = time;
             best = Choice { keeping, ring: RingSize::Pages(plan.ring) };
@@ -263,126 +273,12 @@ fn beyond(groups: &[Range<u32>], cap: u32, frames: u32) -> Vec<Range<u32>> {
         .collect()
 }
 
-/// The compute of each span in pass order, in page copies, for each way to spread it.
-struct Loads(Vec<Vec<f64>>);
-
-impl Loads {
-    /// As it was measured, if it was and there is enough of it to matter beside `hardest` page copies.
-    fn measured(order: &PassOrder, compute: &Compute<'_>, hardest: f64) -> Option<Self> {
-        let seconds = compute.spans.filter(|_| compute.copy > 0.0)?;
-        let load = |span: &u32| seconds.get(*span as usize).map_or(0.0, |load| f64::from(*load));
-        let loads: Vec<f64> = order.spans().iter().map(|span| load(span) / compute.copy).collect();
-        let sum: f64 = loads.iter().sum();
-        #[expect(clippy::cast_precision_loss, reason = "a count of spans")]
-        let enough = (hardest / 16.0).max(SHORTEST / compute.copy * loads.len() as f64);
-        let scale = compute.total.map_or(1.0, |total| total / sum);
-        (sum > enough).then(|| Self(vec![loads.iter().map(|load| load * scale).collect()]))
-    }
-
-    fn new(order: &PassOrder, span: &impl Fn(u32) -> (Range<u32>, u64), total: f64) -> Self {
-        let spread = |factor: &dyn Fn(u32) -> f64| {
-            #[expect(clippy::cast_precision_loss, reason = "bytes of a span")]
-            let mut loads: Vec<f64> =
-                order.spans().iter().map(|&number| span(number).1 as f64 * factor(number)).collect();
-            let scale = total / loads.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-            for load in &mut loads {
-                *load *= scale;
-            }
-            loads
-        };
-        let even = std::iter::once(spread(&|_| 1.0));
-        Self(even.chain((0..SEEDS).map(|seed| spread(&|span| unevenness(span, seed)))).collect())
-    }
-}
-
-/// A factor between 0.25 and 4 for a span's compute, always the same for the same span and seed.
-fn unevenness(span: u32, seed: u32) -> f64 {
-    let mixed = (u64::from(span) + 1 + (u64::from(seed) << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    0.25 + 3.75 * (f64::from(u32::try_from(mixed >> 32).unwrap_or(0)) / f64::from(u32::MAX))
-}
-
-/// What a plan makes of a pass: which copies a span waits for, and which slots it frees.
-struct ModelledPass {
-    /// Per span in pass order: copies that must have arrived, and the end of what it frees in `freed`.
-    steps: Vec<(u32, u32)>,
-    /// Slots in the order in which they come free.
-    freed: Vec<u32>,
-    /// The slot of each copy.
-    slots: Vec<u32>,
-    ring: usize,
-}
-
-impl ModelledPass {
-    fn new(order: &PassOrder, span: &impl Fn(u32) -> (Range<u32>, u64), plan: Plan) -> Self {
-        let streams = |page: u32| order.rank(page) >= plan.resident;
-        let streamed = order.pages().filter(|&page| streams(page)).count();
-        let streamed = u32::try_from(streamed).unwrap_or(u32::MAX);
-        let slots: Vec<u32> =
-            (0..streamed).map(|place| ring::slot(place, streamed, plan.ring).min(plan.ring)).collect();
-        let mut place_of = vec![u32::MAX; order.rank_len()];
-        let mut last_use = vec![0_u32; order.rank_len()];
-        let mut places = 0;
-        for (position, &number) in (0_u32..).zip(order.spans()) {
-            for page in span(number).0.filter(|&page| streams(page)) {
-                last_use[page as usize] = position;
-                if place_of[page as usize] == u32::MAX {
-                    place_of[page as usize] = places;
-                    places += 1;
-                }
-            }
-        }
-        let mut freed = Vec::with_capacity(slots.len());
-        let mut needed = 0;
-        let mut steps = Vec::with_capacity(order.spans().len());
-        for (position, &number) in (0_u32..).zip(order.spans()) {
-            for page in span(number).0.filter(|&page| streams(page)) {
-                let place = place_of[page as usize];
-                needed = needed.max(place + 1);
-                if last_use[page as usize] == position {
-                    freed.push(slots[place as usize]);
-                }
-            }
-            steps.push((needed, u32::try_from(freed.len()).unwrap_or(u32::MAX)));
-        }
-        Self { steps, freed, slots, ring: plan.ring as usize + 1 }
-    }
-
-    /// How long a pass takes in steady state, in page copies, over all ways to spread the compute.
-    fn mean_time(&self, loads: &Loads) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "a handful")]
-        let count = loads.0.len() as f64;
-        loads.0.iter().map(|load| self.time(load)).sum::<f64>() / count
-    }
-
-    fn time(&self, load: &[f64]) -> f64 {
-        let mut free_at = vec![0.0_f64; self.ring];
-        let (mut link, mut compute, mut began) = (0.0_f64, 0.0_f64, 0.0_f64);
-        for _ in 0..PASSES {
-            began = compute;
-            let (mut copied, mut freed) = (0, 0);
-            for (&(needed, frees), load) in self.steps.iter().zip(load) {
-                for &slot in &self.slots[copied..needed as usize] {
-                    link = link.max(free_at[slot as usize]) + 1.0;
-                }
-                if needed as usize > copied {
-                    copied = needed as usize;
-                    compute = compute.max(link);
-                }
-                compute += load;
-                for &slot in &self.freed[freed..frees as usize] {
-                    free_at[slot as usize] = compute;
-                }
-                freed = frees as usize;
-            }
-        }
-        compute - began
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pager::plan::Plan;
+
+    const MOST: u32 = 4;
 
     /// Units one after the other, of these pages each.
     fn units(lengths: &[u32]) -> Vec<Range<u32>> {
@@ -409,7 +305,7 @@ mod tests {
             let pages = groups[span as usize].clone();
             (pages.clone(), u64::from(pages.end - pages.start))
         };
-        let choice = choose(|keeping| order(groups, keeping), groups, span, frames, &compute);
+        let choice = choose(|keeping| order(groups, keeping), groups, span, frames, MOST, &compute);
         let plan = plan(&order(groups, &choice.keeping), groups, frames, choice.ring);
         (choice, plan)
     }
@@ -478,25 +374,28 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_with_room_to_hide_in_takes_the_longer_of_compute_and_copies() {
-        let groups = units(&[10; 40]);
-        let span = |span: u32| (groups[span as usize].clone(), 10);
-        let order = order(&groups, &Keeping::default());
-        let plan = plan(&order, &groups, 200, RingSize::Quarters(12));
-        let streamed = f64::from(400 - plan.resident);
-        for (compute, expected) in [(1.0, streamed), (4.0 * streamed, 4.0 * streamed)] {
-            let loads = Loads::new(&order, &span, compute);
-            let time = ModelledPass::new(&order, &span, plan).mean_time(&loads);
-            assert!(time >= expected * 0.999 && time < expected * 1.02, "{time} of {expected}");
+    fn small_units_are_ranked_by_cells_and_large_ones_by_twos() {
+        let ranked = |groups: &[Range<u32>], frames| {
+            let keeping = chosen(groups, frames, None).0.keeping;
+            (keeping.cell, keeping.grain)
+        };
+        // Of two to five pages, the last of which is the next one's first.
+        let mut small = units(&(0..480).map(|number| 1 + number * 7 % 4).collect::<Vec<_>>());
+        for pages in small.iter_mut().rev().skip(1) {
+            pages.end += 1;
         }
+        for frames in [600, 960] {
+            assert_eq!(ranked(&small, frames), (CELL, 2), "{frames}");
+        }
+        assert_eq!(ranked(&units(&[24; 100]), 600), (0, 2));
     }
 
     #[test]
-    fn pages_go_over_to_streaming_by_twos_where_the_pass_loses_nothing_by_it() {
-        let grain = |groups: &[Range<u32>], frames| chosen(groups, frames, None).0.keeping.grain;
-        assert_eq!(grain(&units(&[24; 100]), 600), 2);
-        // A ring for two pages of a unit instead of one is a larger part of what streams there.
-        assert_eq!(grain(&units(&[10; 40]), 300), 1);
+    fn where_a_copy_is_a_page_nothing_is_gained_by_larger_ones() {
+        let groups = units(&[24; 50]);
+        let span = |span: u32| (groups[span as usize].clone(), 24);
+        let choice = choose(|keeping| order(&groups, keeping), &groups, span, 600, 1, &Compute::default());
+        assert_eq!((choice.keeping.cell, choice.keeping.grain), (0, 1));
     }
 
     #[test]
@@ -524,11 +423,12 @@ mod tests {
         let time = |compute: &Compute<'_>, choice: &Choice| {
             let (order, plan) = (order(&groups, &choice.keeping), plan_of(choice));
             assert!(plan.ring <= 3 * plan.largest_part, "{plan:?}");
-            ModelledPass::new(&order, &span, plan)
+            ModelledPass::new(&order, &span, plan, MOST)
                 .mean_time(&Loads::measured(&order, compute, 380.0).unwrap())
         };
-        let choose =
-            |compute: &Compute<'_>| choose(|keeping| order(&groups, keeping), &groups, span, frames, compute);
+        let choose = |compute: &Compute<'_>| {
+            choose(|keeping| order(&groups, keeping), &groups, span, frames, MOST, compute)
+        };
         let sum = Compute { total: Some(380.0), ..Compute::default() };
         let each = Compute { spans: Some(&seconds), copy: 1.0, ..sum };
         let tiny = seconds.map(|seconds| seconds * 1e-7);

@@ -13,15 +13,10 @@ use super::core::{Control, Core};
 use super::frames::{NONE, PageKey};
 use super::load::{fail_pages, page_span};
 use super::mutations::Mutation;
+use super::runs::part_of;
 use crate::device::{DeviceError, Fence, PoolAllocation};
 use crate::staging::StagingBuffer;
 use crate::units::ModelTime;
-
-/// How many pages of a run of `pages` are read and copied first, at most `most` at a time: parts of about one length,
-/// so that no small one is left over.
-pub(super) fn part_of(pages: u32, most: u32) -> u32 {
-    pages.div_ceil(pages.div_ceil(most.max(1)).max(1))
-}
 
 /// On a device without bytes: accounts and clock only.
 pub(super) fn copy_without_bytes(core: &Arc<Core>, control: &mut Control, id: u32, first: u32, count: u32) {
@@ -200,25 +195,4 @@ fn copy_wanted(
         frames.info_mut(model.pages[page as usize].frame).copied(fence.clone());
     }
     Ok(Some(fence))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_run_is_cut_into_as_few_parts_as_can_be_of_about_one_length() {
-        for most in 1..9 {
-            for pages in 1..60 {
-                let (mut left, mut parts) = (pages, Vec::new());
-                while left > 0 {
-                    parts.push(part_of(left, most));
-                    left -= part_of(left, most);
-                }
-                assert_eq!(parts.len(), pages.div_ceil(most) as usize, "{pages} by {most}: {parts:?}");
-                let (Some(short), Some(long)) = (parts.iter().min(), parts.iter().max()) else { panic!() };
-                assert!(long - short <= 1 && *long <= most, "{pages} by {most}: {parts:?}");
-            }
-        }
-    }
 }

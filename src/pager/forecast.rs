@@ -9,10 +9,11 @@
 
 use std::ops::Range;
 
-use super::choose::{Compute, choose};
+use super::choose::choose;
 use super::convert::link_bytes;
 use super::core::ModelState;
 use super::error::PagerError;
+use super::modelled::Compute;
 use super::options::{ModelOptions, PagerOptions};
 use super::order::{Keeping, PassOrder};
 use super::plain;
@@ -339,7 +340,8 @@ impl Seen {
             let total = model
                 .compute_per_gib
                 .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, card.link));
-            choice = choose(order_with, &groups, span, frames, &Compute { total, ..Compute::default() });
+            let compute = Compute { total, ..Compute::default() };
+            choice = choose(order_with, &groups, span, frames, options.ahead_pages(page_bytes), &compute);
             order = order_with(&choice.keeping);
         }
         let plan = plan(&order, &groups, frames, choice.ring);

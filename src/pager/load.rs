@@ -20,13 +20,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::ahead::{self, Ahead};
-use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes, part_of};
+use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes};
 use super::core::{Control, Core};
 use super::error::PagerError;
 use super::frames::NONE;
 use super::keep;
 pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
 use super::mutations::Mutation;
+use super::runs::part_of;
 use crate::staging::StagingBuffer;
 use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents};
 use crate::units::ModelTime;

@@ -18,7 +18,7 @@
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `choose`, `order`, `learner`, `ring`, `forecast` | decisions: pure functions |
+//! | `plan`, `choose`, `modelled`, `order`, `ranks`, `learner`, `ring`, `runs`, `forecast` | decisions: pure functions |
 //! | `measure` | how long the runner computes with each span |
 //! | `residency` | where every page is now, for reports |
 //!
@@ -47,6 +47,7 @@ mod learner;
 mod load;
 mod measure;
 mod model;
+mod modelled;
 mod mutations;
 mod options;
 mod order;
@@ -56,10 +57,12 @@ mod plain;
 mod plan;
 mod pool_use;
 mod prefetch;
+mod ranks;
 mod reclaim;
 mod residency;
 mod ring;
 mod rows;
+mod runs;
 #[cfg(all(test, not(loom)))]
 mod small_model;
 mod streams;

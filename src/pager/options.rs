@@ -52,6 +52,17 @@ impl PagerOptions {
         #[cfg(not(test))]
         Mutated::default()
     }
+
+    /// Pages of one read and one copy at most.
+    pub(super) fn chunk_pages(&self, page_bytes: u64) -> u32 {
+        u32::try_from((self.chunk_bytes / page_bytes.max(1)).clamp(1, 4096)).unwrap_or(1)
+    }
+
+    /// The same of copies ahead of the runner.
+    pub(super) fn ahead_pages(&self, page_bytes: u64) -> u32 {
+        let ahead = self.copy_ahead_bytes.map_or(u64::MAX, |bytes| bytes / page_bytes.max(1));
+        self.chunk_pages(page_bytes).min(u32::try_from(ahead).unwrap_or(u32::MAX)).max(1)
+    }
 }
 
 impl Default for PagerOptions {

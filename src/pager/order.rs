@@ -6,6 +6,9 @@
 
 use std::ops::Range;
 
+pub(crate) use super::ranks::Keeping;
+use super::ranks::{FirstUse, keep_order};
+
 /// The pages of a pass in order of first use, and the order in which pages are worth keeping.
 ///
 /// 8 bytes a page and 16 a span.
@@ -23,101 +26,6 @@ pub(crate) struct PassOrder {
     keep: Vec<u32>,
     /// A page's place in `keep`.
     rank: Vec<u32>,
-}
-
-/// The pages that a span of a pass is the first to use: a run, since only a span's outer pages are shared.
-#[derive(Clone, Copy, Debug)]
-struct FirstUse {
-    /// The first of them.
-    page: u32,
-    /// Pages that spans before it were the first to use: this one's place in the pass.
-    before: u32,
-}
-
-/// What decides which pages stay when not all can.
-///
-/// Pages of `first` are kept before all others, then pages that several spans touch, since streaming one
-/// drags all of its spans along. Of the rest it is decided how many each span keeps, spread over the pass;
-/// which ones makes no difference to the pass, as a span's pages are needed at once and released at once. So a
-/// span keeps its first pages, and what it streams is one run at its end that one copy can bring.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Keeping {
-    /// Runs of pages that are kept before all others, in ascending order.
-    pub(crate) first: Vec<Range<u32>>,
-    /// By span, in any measure, how much of what streams is to be its. Empty: an equal part of each span's
-    /// pages, by the van der Corput numbers of their grains in the pass.
-    pub(crate) shares: Vec<u32>,
-    /// Pages that are ranked as one where the spread is equal: a span's pages go over to streaming so many at
-    /// a time, so that copies are no smaller.
-    pub(crate) grain: u32,
-}
-
-impl Default for Keeping {
-    fn default() -> Self {
-        Self { first: Vec::new(), shares: Vec::new(), grain: 1 }
-    }
-}
-
-impl Keeping {
-    /// The pages of a pass in the order in which they are kept.
-    fn order(&self, spans: &[u32], firsts: &[FirstUse], total: u32, touched: &[u8]) -> Vec<u32> {
-        const SPREAD: u8 = 2;
-        let class = |page: u32| {
-            let at = self.first.partition_point(|pages| pages.end <= page);
-            if self.first.get(at).is_some_and(|pages| pages.contains(&page)) {
-                0
-            } else if touched[page as usize] > 1 {
-                1
-            } else {
-                SPREAD
-            }
-        };
-        let bits = u32::BITS - total.leading_zeros();
-        let ends = firsts.iter().skip(1).map(|next| next.before).chain(std::iter::once(total));
-        let grain = self.grain.max(1);
-        // Class, number within it, the span's place, the page.
-        let mut keyed: Vec<(u8, u64, u32, u32)> = Vec::with_capacity(total as usize);
-        for (((position, &span), first), end) in (0_u32..).zip(spans).zip(firsts).zip(ends) {
-            let share = self.shares.get(span as usize).copied();
-            let (mut spread, mut grain_place) = (0_u32, 0);
-            for place in first.before..end {
-                let page = first.page + (place - first.before);
-                let class = class(page);
-                let number = match (class, share) {
-                    (SPREAD, Some(share)) => {
-                        // The first to stream has the largest number; where shares are as many pages, all of
-                        // them go before any span's next one.
-                        let streams = ((2 * u64::from(spread) + 1) << 30).checked_div(u64::from(share));
-                        u64::MAX - streams.unwrap_or(u64::MAX / 2 + u64::from(spread))
-                    }
-                    (SPREAD, None) => {
-                        if spread.is_multiple_of(grain) {
-                            grain_place = place / grain;
-                        }
-                        van_der_corput(u64::from(grain_place), bits)
-                    }
-                    _ => van_der_corput(u64::from(place), bits),
-                };
-                spread += u32::from(class == SPREAD);
-                keyed.push((class, number, position, page));
-            }
-        }
-        keyed.sort_unstable();
-        // Only how many of a span's pages come before any place was decided: the first ones do.
-        let mut next: Vec<u32> = firsts.iter().map(|first| first.page).collect();
-        for (kind, _, position, page) in &mut keyed {
-            if *kind == SPREAD
-                && let Some(next) = next.get_mut(*position as usize)
-            {
-                while class(*next) != SPREAD {
-                    *next += 1;
-                }
-                *page = *next;
-                *next += 1;
-            }
-        }
-        keyed.into_iter().map(|(_, _, _, page)| page).collect()
-    }
 }
 
 /// A page's place in a pass, and the place of the span that is the first to use it.
@@ -142,7 +50,7 @@ impl PassOrder {
     ) -> Self {
         let spans_end = spans.iter().max().map_or(0, |last| *last as usize + 1);
         let mut span_position = vec![u32::MAX; spans_end];
-        let mut touched = vec![0_u8; page_count as usize];
+        let mut last_use = vec![u32::MAX; page_count as usize];
         let mut firsts = Vec::with_capacity(spans.len());
         let mut page_total = 0;
         for (position, &span) in (0..).zip(&spans) {
@@ -151,16 +59,14 @@ impl PassOrder {
             }
             let mut first = FirstUse { page: u32::MAX, before: page_total };
             for page in pages_of(span) {
-                let count = &mut touched[page as usize];
-                if *count == 0 {
+                if std::mem::replace(&mut last_use[page as usize], position) == u32::MAX {
                     first.page = first.page.min(page);
                     page_total += 1;
                 }
-                *count = count.saturating_add(1);
             }
             firsts.push(first);
         }
-        let keep = keeping.order(&spans, &firsts, page_total, &touched);
+        let keep = keep_order(keeping, &spans, &firsts, page_total, &last_use);
         let mut rank = vec![u32::MAX; page_count as usize];
         for (place, &page) in (0..).zip(&keep) {
             rank[page as usize] = place;
@@ -322,93 +228,9 @@ impl PlaceSet {
     }
 }
 
-/// The van der Corput number of `place` in base 2, as an integer of `bits` bits: its bits reversed.
-fn van_der_corput(place: u64, bits: u32) -> u64 {
-    if bits == 0 { 0 } else { place.reverse_bits() >> (64 - bits) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Spans of these pages one after the other, each sharing the next one's first page if `shared`.
-    fn spans(lengths: &[u32], shared: bool) -> Vec<Range<u32>> {
-        let (mut end, pages) = (0, lengths.iter().sum());
-        let span = |length: &u32| {
-            let start = end;
-            end += length;
-            start..(end + u32::from(shared)).min(pages)
-        };
-        lengths.iter().map(span).collect()
-    }
-
-    /// What each span streams beyond the first `kept` of the keep order, as pages.
-    fn streamed(order: &PassOrder, spans: &[Range<u32>], kept: u32) -> Vec<Vec<u32>> {
-        let streams = |page: &u32| order.rank(*page) >= kept;
-        spans.iter().map(|pages| pages.clone().filter(streams).collect()).collect()
-    }
-
-    #[test]
-    fn what_a_span_streams_is_one_run_at_its_end_at_any_budget() {
-        let lengths: Vec<u32> = (0..40).map(|number| 3 + number * 7 % 31).collect();
-        let pages: u32 = lengths.iter().sum();
-        for (shared, grain, shares) in
-            [(false, 1, vec![]), (true, 1, vec![]), (true, 2, vec![]), (true, 1, lengths.clone())]
-        {
-            let spans = spans(&lengths, shared);
-            let keeping = Keeping { shares, grain, ..Keeping::default() };
-            let order =
-                PassOrder::new((0..40).collect(), pages, |span| spans[span as usize].clone(), &keeping);
-            let mut ranked = order.keep().to_vec();
-            ranked.sort_unstable();
-            assert_eq!(ranked, order.pages().collect::<Vec<_>>(), "every page has one rank");
-            for kept in 40..pages {
-                for (span, streamed) in spans.iter().zip(streamed(&order, &spans, kept)) {
-                    // Where spans meet their page stays longer.
-                    let end = span.end - u32::from(shared && span.end < pages);
-                    let run: Vec<u32> = (end - u32::try_from(streamed.len()).unwrap()..end).collect();
-                    assert_eq!(streamed, run, "{span:?} with {kept} kept, grain {grain}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_grain_goes_over_to_streaming_as_one() {
-        let lengths: Vec<u32> = (0..40).map(|number| 4 + number * 6 % 30).collect();
-        let (spans, pages) = (spans(&lengths, false), lengths.iter().sum());
-        for grain in [2, 4] {
-            let keeping = Keeping { grain, ..Keeping::default() };
-            let order =
-                PassOrder::new((0..40).collect(), pages, |span| spans[span as usize].clone(), &keeping);
-            for kept in 1..pages {
-                let streamed = streamed(&order, &spans, kept);
-                // The last grain of a span may be shorter.
-                let whole = |run: usize, length: u32| {
-                    let run = u32::try_from(run).unwrap();
-                    run.is_multiple_of(grain) || run % grain == length % grain
-                };
-                let odd = streamed.iter().zip(&lengths).filter(|(run, length)| !whole(run.len(), **length));
-                assert!(odd.count() <= 1, "{kept}: {streamed:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn shares_say_how_much_of_what_streams_is_a_spans() {
-        let spans = spans(&[100; 4], false);
-        let keeping = Keeping { shares: vec![10, 0, 20, 30], ..Keeping::default() };
-        let order = PassOrder::new((0..4).collect(), 400, |span| spans[span as usize].clone(), &keeping);
-        for (streams, expected) in [(60, [10, 0, 20, 30]), (120, [20, 0, 40, 60]), (180, [30, 0, 60, 90])] {
-            let counts: Vec<usize> = streamed(&order, &spans, 400 - streams).iter().map(Vec::len).collect();
-            assert_eq!(counts, expected);
-        }
-        // What has no share streams when all else does.
-        assert_eq!(
-            streamed(&order, &spans, 50).iter().map(Vec::len).collect::<Vec<_>>(),
-            [100, 50, 100, 100]
-        );
-    }
 
     #[test]
     fn any_prefix_of_the_keep_order_is_spread_over_the_pass() {

@@ -12,12 +12,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::choose::{Compute, choose};
+use super::choose::choose;
 use super::claim::unmap;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
 use super::forecast::{ASSUMED_LINK, compute_in_copies};
 use super::frames::{NONE, PageKey, Role};
+use super::modelled::Compute;
 use super::mutations::Mutation;
 use super::order::{Keeping, PassOrder, PlaceSet};
 use super::plain;
@@ -357,7 +358,8 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
         let total =
             model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
         let compute = Compute { total, spans: model.measure.seconds(), copy };
-        choose(order_with, &model.groups, span, frames, &compute)
+        let most = core.options.ahead_pages(core.page_bytes);
+        choose(order_with, &model.groups, span, frames, most, &compute)
     });
     let Some(choice) = choice else { return };
     let other_order = choice.keeping != model.choice.keeping;

@@ -20,7 +20,7 @@ use super::copies::{PageSource, copy_pages};
 use super::core::{Control, Core};
 use super::frames::{NONE, Role};
 use super::keep;
-use super::load::{Source, fail_pages, pump, source_of};
+use super::load::{self, Source, fail_pages, pump, source_of};
 use super::mutations::Mutation;
 use super::reclaim::{self, TakeFrom};
 use crate::staging::StagingBuffer;
@@ -156,15 +156,21 @@ impl Ahead {
 
 /// Claims frames for the pages that follow page `last` in the run that was read ahead with it, as far as
 /// frames are free for them: then they are one copy with it. So small units do not make small copies.
-/// Answers how many pages it claimed. They stay, so nothing is taken from anybody for them.
+/// Answers how many pages it claimed.
 pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> u32 {
     let following = match source_of(control, id, last) {
         (Source::Ahead(_) | Source::Load(_), pages) => pages - 1,
         (Source::Kept(_) | Source::File, _) => 0,
     };
+    claim_run(core, control, id, last + 1, following)
+}
+
+/// Claims frames for up to `count` pages from `first` on, as far as they stay, lack their bytes, and frames are
+/// free for them: nothing is taken from anybody. Answers how many it claimed.
+fn claim_run(core: &Core, control: &mut Control, id: u32, first: u32, count: u32) -> u32 {
     let mut mapped = Vec::new();
     let mut claimed = 0;
-    for page in last + 1..=last + following {
+    for page in first..first + count {
         let Some(model) = control.model(id) else { break };
         // What has no place in the pass is left to its fault: without a rank nobody could take it again.
         let stays = model.pages[page as usize].slot == NONE
@@ -187,7 +193,7 @@ pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> 
         claim::drop_mappings(control, id, &mapped);
         return 0;
     }
-    for page in last + 1..=last + claimed {
+    for page in first..first + claimed {
         claim::occupy(control, id, page);
     }
     claimed
@@ -287,7 +293,13 @@ fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
             break;
         }
         let Some((at, first, count)) = next_run(core, control, id) else { break };
-        control.loads.ask_ahead(id, first, count);
+        let claimed = claim_run(core, control, id, first, count);
+        if claimed > 0 {
+            load::submit(core, control, id, first, claimed);
+        }
+        if claimed < count {
+            control.loads.ask_ahead(id, first + claimed, count - claimed, core.device.now());
+        }
         control.loads.ahead.window(id).asked.push_back((at, count));
         asked = true;
     }

@@ -91,6 +91,8 @@ impl Pager {
         let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = u32::try_from((options.chunk_bytes / page_bytes).clamp(1, 4096)).unwrap_or(1);
+        let load_pages = options.load_bytes / page_bytes;
+        let load_pages = u32::try_from(load_pages.clamp(1, u64::from(chunk_pages))).unwrap_or(1);
         let arena = Arena::new(
             device,
             &ArenaOptions { slot_bytes: page_bytes, run_slots: chunk_pages, limit_bytes: limit },
@@ -117,6 +119,7 @@ impl Pager {
             under_way: 0,
             releases: 0,
             refused: false,
+            sleepers: Vec::with_capacity(16),
             ring_grew: false,
             captured: Vec::new(),
             plain: if info.virtual_memory { None } else { Some(Plain::new(device)?) },
@@ -127,6 +130,7 @@ impl Pager {
             options,
             page_bytes,
             chunk_pages,
+            load_pages,
             arena,
             readers: readers.queue(),
             headroom: AtomicU64::new(headroom),

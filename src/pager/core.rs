@@ -48,8 +48,10 @@ pub(super) struct Core {
     pub(super) device: SharedDevice,
     pub(super) options: PagerOptions,
     pub(super) page_bytes: u64,
-    /// Pages of one read and one copy.
+    /// Pages of one read and one copy at most.
     pub(super) chunk_pages: u32,
+    /// The same for pages that stay.
+    pub(super) load_pages: u32,
     pub(super) arena: Arc<Arena>,
     pub(super) readers: ReaderQueue,
     /// Bytes left free, device wide. Read live.
@@ -98,6 +100,8 @@ pub(super) struct Control {
     pub(super) releases: u64,
     /// Whether a fault waits for ring frames: what comes free is for it, not for prefetch.
     pub(super) refused: bool,
+    /// Spans, with their models, whose faults sleep until their bytes were read.
+    pub(super) sleepers: Vec<(u32, u32)>,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
     /// Releases of streamed spans on streams that are being captured: done when the capture is over.

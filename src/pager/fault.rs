@@ -140,7 +140,7 @@ fn bring(
         }
         ahead::advance(core, control, id, span);
         while span_error(control, id, span).is_none() && is_loading(control, id, span) {
-            wait_for_progress(core, control)?;
+            wait_for_progress(core, control, id, span)?;
         }
         match span_error(control, id, span) {
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
@@ -178,13 +178,28 @@ impl Count {
     }
 }
 
-/// Lets go of the lock until a load went on.
-fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) -> Result<(), PagerError> {
+/// Whether a fault of `span` that sleeps until its bytes were read has something to do: they were, or cannot be.
+pub(super) fn is_woken(control: &Control, id: u32, span: u32) -> bool {
+    span_error(control, id, span).is_some() || !is_loading(control, id, span)
+}
+
+/// Lets go of the lock until the loads of a span went on.
+fn wait_for_progress(
+    core: &Arc<Core>,
+    control: &mut MutexGuard<'_, Control>,
+    id: u32,
+    span: u32,
+) -> Result<(), PagerError> {
     load::pump(core, control);
     match control.loads.wait_for() {
         WaitFor::Nothing => return Ok(()),
+        WaitFor::Signal if is_woken(control, id, span) => return Ok(()),
         WaitFor::Signal => {
+            control.sleepers.push((id, span));
             core.changed.wait(control);
+            if let Some(place) = control.sleepers.iter().position(|sleeper| *sleeper == (id, span)) {
+                control.sleepers.swap_remove(place);
+            }
             return Ok(());
         }
         WaitFor::Buffer => {}
@@ -416,7 +431,8 @@ fn forget_errors(control: &mut Control, id: u32, span: u32) {
 
 fn is_loading(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return false };
-    model.layout.spans()[span as usize].pages.clone().any(|page| {
+    // From the end: the last come last.
+    model.layout.spans()[span as usize].pages.clone().rev().any(|page| {
         let frame = model.pages[page as usize].frame;
         frame != NONE && control.is_present(id, page) && control.frames.info(frame).loading != 0
     })

@@ -23,12 +23,13 @@ use super::ahead::{self, Ahead};
 use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes, part_of};
 use super::core::{Control, Core};
 use super::error::PagerError;
+use super::fault;
 use super::frames::NONE;
 use super::keep;
 pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
 use super::mutations::Mutation;
 use crate::staging::StagingBuffer;
-use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents};
+use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents, sleeps};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
@@ -59,6 +60,8 @@ struct Load<R = ReadResult> {
     /// Whether it was asked for ahead.
     ahead: bool,
     state: LoadState<R>,
+    /// The modelled time at which it was asked for.
+    asked: ModelTime,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
     /// The modelled time from which a page waits for it.
@@ -137,16 +140,16 @@ impl<R> Loads<R> {
     }
 
     /// Asks for a run of pages that are wanted; answers the load's number.
-    fn ask(&mut self, model: u32, first: u32, count: u32) -> u64 {
-        self.push(model, first, count, false)
+    fn ask(&mut self, model: u32, first: u32, count: u32, now: ModelTime) -> u64 {
+        self.push(model, first, count, now, false)
     }
 
     /// Asks for a run of pages ahead of their being wanted.
-    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32) {
-        self.push(model, first, count, true);
+    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32, now: ModelTime) {
+        self.push(model, first, count, now, true);
     }
 
-    fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
+    fn push(&mut self, model: u32, first: u32, count: u32, asked: ModelTime, ahead: bool) -> u64 {
         let id = self.next;
         self.next += 1;
         self.queue.push_back(Load {
@@ -157,6 +160,7 @@ impl<R> Loads<R> {
             wanted: !ahead,
             ahead,
             state: LoadState::Waiting,
+            asked,
             available: ModelTime::ZERO,
             wanted_at: ModelTime::ZERO,
         });
@@ -266,15 +270,17 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
             }
             Source::File => {
                 // Two parts ahead is as far as the cut has to see.
-                while count < 2 * core.chunk_pages
+                let most = most_of_read(core, control, id, page);
+                while count < 2 * most
                     && page + count < end
                     && source_of(control, id, page + count).0 == Source::File
+                    && most_of_read(core, control, id, page + count) == most
                 {
                     count += 1;
                 }
-                count = part_of(count, core.chunk_pages);
+                count = part_of(count, most);
                 if !copy_from_mapping(core, control, id, page, count) {
-                    let number = control.loads.ask(id, page, count);
+                    let number = control.loads.ask(id, page, count, core.device.now());
                     await_load(control, id, page, count, number);
                 }
             }
@@ -282,6 +288,13 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
         page += count;
     }
     pump(core, control);
+}
+
+/// Pages of one read, at most, that begins at `page`. What streams is kept in staging memory as it was read, for
+/// copies that fill the link; what stays is copied once, soon after it was read.
+pub(super) fn most_of_read(core: &Core, control: &Control, id: u32, page: u32) -> u32 {
+    let stays = control.model(id).is_none_or(|model| model.pages[page as usize].slot == NONE);
+    if stays { core.load_pages } else { core.chunk_pages }
 }
 
 /// Notes on the frames of pages which load will fill them.
@@ -332,7 +345,10 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
         let bytes = u64::from(count) * core.page_bytes;
         let after = under_way + bytes;
         let reading = control.loads.reading;
-        if reading >= MOST_READS || after > read_depth(core) && reading > 0 {
+        // Not more than are read at once: a buffer that waits for its reader is a buffer more that the copies'
+        // bytes are spread over, and leaves the processors' caches before they are copied.
+        let most = core.readers.at_once().min(MOST_READS);
+        if reading >= most || after > read_depth(core) && reading > 0 {
             break;
         }
         let others = others.get_or_insert_with(|| {
@@ -353,7 +369,10 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
         match taken {
             Ok(Some(buffer)) => {
                 under_way += u64::from(control.loads.queue[place].count) * core.page_bytes;
+                // Whoever comes by may be at an earlier time than who asked.
+                core.device.set_now(own_time.max(control.loads.queue[place].asked));
                 start_read(core, control, place, buffer);
+                core.device.set_now(own_time);
             }
             Ok(None) => break,
             Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error)),
@@ -371,6 +390,10 @@ pub(super) fn read_depth(core: &Core) -> u64 {
 /// Bytes of staging memory that loads go through, with those that copies still read: the depth of reads, one read
 /// more, and what may be on its way to the ring while kernels use what is there.
 fn staging_depth(core: &Core, control: &Control) -> u64 {
+    if control.frames.ring.is_empty() {
+        // Nothing streams, so no copy waits for a kernel: one being copied for each read, and one more.
+        return (2 * core.readers.at_once() as u64 + 1) * u64::from(core.load_pages) * core.page_bytes;
+    }
     let pages = u64::from(core.chunk_pages) + control.frames.ring.len() as u64;
     read_depth(core) + pages * core.page_bytes
 }
@@ -402,9 +425,10 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
             let (id, model) = (load.id, load.model);
             let (first, count) = (load.first + part, load.count - part);
             load.count = part;
-            let Load { wanted, ahead, available, wanted_at, .. } = *load;
+            let Load { wanted, ahead, asked, available, wanted_at, .. } = *load;
             let state = LoadState::Waiting;
-            let rest = Load { id: number, model, first, count, wanted, ahead, state, available, wanted_at };
+            let rest =
+                Load { id: number, model, first, count, wanted, ahead, state, asked, available, wanted_at };
             control.loads.queue.insert(place + 1, rest);
             // Those of the rest's pages that wait do so for the new load.
             for page in first..first + count {
@@ -441,6 +465,7 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
         available,
         buffer: Some(buffer),
         read: Ok(0),
+        slept: false,
     };
     control.loads.begin(place, available);
     core.readers.submit(job);
@@ -494,6 +519,15 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
     }
 }
 
+/// Whether a fault that sleeps has something to do. A fault of many loads is not woken for each of them: the
+/// processor that it would take for that is the one that reads.
+fn wakes_anybody(control: &Control) -> bool {
+    let mut sleepers = control.sleepers.iter();
+    !control.sleepers.is_empty()
+        && (control.loads.wait_for() != WaitFor::Signal
+            || sleepers.any(|&(id, span)| fault::is_woken(control, id, span)))
+}
+
 /// The model addresses of a run of pages.
 pub(super) fn page_span(core: &Core, first: u32, count: u32) -> std::ops::Range<u64> {
     u64::from(first) * core.page_bytes..u64::from(first + count) * core.page_bytes
@@ -528,6 +562,7 @@ struct PageRead {
     available: ModelTime,
     buffer: Option<StagingBuffer>,
     read: Result<u64, PagerError>,
+    slept: bool,
 }
 
 impl Default for PageRead {
@@ -541,6 +576,7 @@ impl Default for PageRead {
             available: ModelTime::ZERO,
             buffer: None,
             read: Ok(0),
+            slept: false,
         }
     }
 }
@@ -560,7 +596,9 @@ impl ReadJob for PageRead {
                 if waits {
                     self.available = core.device.schedule_read(layout.content_bytes(range.clone()));
                 }
-                let read = read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes);
+                let extents = cut_extents(layout, range, core.page_bytes);
+                let (read, slept) = sleeps(|| read_extents(index, extents, base, &mut bytes));
+                self.slept = slept;
                 if core.options.mutated().by(Mutation::CopyWhileRead) {
                     // It goes on writing, as far as anybody was told.
                     std::mem::forget(bytes);
@@ -569,6 +607,10 @@ impl ReadJob for PageRead {
             }
             Err(error) => Err(error.into()),
         };
+    }
+
+    fn slept(&self) -> bool {
+        self.slept
     }
 
     fn complete(mut self: Box<Self>, panic: Option<String>) {
@@ -595,8 +637,11 @@ impl ReadJob for PageRead {
         }
         control.loads.finish(load, available, result);
         pump(&core, &mut control);
+        let wakes = wakes_anybody(&control);
         drop(control);
-        core.changed.notify_all();
+        if wakes {
+            core.changed.notify_all();
+        }
     }
 }
 

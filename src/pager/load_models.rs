@@ -68,6 +68,10 @@ impl ReadJob for Job {
         }
     }
 
+    fn slept(&self) -> bool {
+        false
+    }
+
     fn complete(mut self: Box<Self>, panic: Option<String>) {
         let mut control = self.pager.control.lock().unwrap();
         let result = self.buffer.take().filter(|_| panic.is_none()).ok_or(());
@@ -91,7 +95,7 @@ fn pump(pager: &Arc<Pager>, control: &mut Control) {
             let load = &control.loads.queue[place];
             let (load, fate) = (load.id, control.fates[load.model as usize]);
             let job = Job { pager: Arc::clone(pager), load, fate, buffer: Some(buffer) };
-            thread::spawn(move || do_job(Box::new(job)));
+            thread::spawn(move || do_job(Box::new(job), |_| {}));
         }
         let mut went_on = false;
         while let Some((load, result)) = control.loads.pop_read() {
@@ -110,7 +114,7 @@ fn pump(pager: &Arc<Pager>, control: &mut Control) {
 /// `fault::bring`: asks, and waits until its bytes are there or its load failed. Answers whether it failed.
 fn fault(pager: &Arc<Pager>, model: u32) -> bool {
     let mut control = pager.control.lock().unwrap();
-    let load = control.loads.ask(model, 0, 1);
+    let load = control.loads.ask(model, 0, 1, ModelTime::ZERO);
     control.pages[model as usize] = (load, false);
     pump(pager, &mut control);
     while control.pages[model as usize].0 != 0 {

@@ -11,7 +11,7 @@ use crate::pager::frames::NONE;
 use crate::pager::small_model;
 use crate::pager::watchdog::Watchdog;
 use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};
-use crate::units::{KIB, MIB};
+use crate::units::{KIB, MIB, ModelTime};
 use crate::weights::UnitId;
 
 const PAGE: u64 = 4 * KIB;
@@ -61,14 +61,15 @@ fn a_page_waits_for_its_own_half_of_a_load_that_was_split() {
             continue;
         }
         tried += 1;
-        let load = control.loads.ask(id, held, count);
+        let load = control.loads.ask(id, held, count, ModelTime::ZERO);
         control.content_mut(id, held).unwrap().loading = load;
         // Room for the first half alone.
         buffers.truncate(buffers.len() - count as usize / 2);
         pump(core, &mut control);
         assert_eq!(control.content_mut(id, held).unwrap().loading, load, "page {held} of {held}..={last}");
         while control.loads.outstanding() > 0 {
-            core.changed.wait(&mut control);
+            // Readers wake faults, and this is none.
+            core.changed.wait_for(&mut control, Duration::from_millis(1));
             pump(core, &mut control);
         }
         assert_eq!(control.content_mut(id, held).unwrap().loading, 0);

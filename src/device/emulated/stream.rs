@@ -16,6 +16,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -277,9 +278,30 @@ impl Drop for Hold {
     }
 }
 
+/// How long a worker looks for more work before it sleeps. To be woken takes longer, and where there are two
+/// processors the system runs who is woken on the one of its waker, while the other does nothing.
+const LOOKS: Duration = Duration::from_micros(300);
+
+/// Gives the processor to others until there is work, for as long as that is worth it.
+fn look_for_work(stream: &StreamQueue) {
+    let began = Instant::now();
+    loop {
+        let queue = stream.queue.lock();
+        if !queue.work.is_empty() || queue.closed {
+            return;
+        }
+        drop(queue);
+        if began.elapsed() > LOOKS {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// The loop of a stream's worker thread.
 pub(super) fn run_worker(stream: &StreamQueue, shared: &Shared) {
     loop {
+        look_for_work(stream);
         let (work, sequence) = {
             let mut queue = stream.queue.lock();
             loop {
@@ -312,7 +334,7 @@ pub(super) fn run_worker(stream: &StreamQueue, shared: &Shared) {
     }
 }
 
-fn pause(duration: std::time::Duration) {
+fn pause(duration: Duration) {
     if !duration.is_zero() {
         std::thread::sleep(duration);
     }

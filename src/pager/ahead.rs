@@ -298,7 +298,7 @@ fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
             load::submit(core, control, id, first, claimed);
         }
         if claimed < count {
-            control.loads.ask_ahead(id, first + claimed, count - claimed, core.device.now());
+            control.loads.ask_ahead(id, first + claimed, count - claimed);
         }
         control.loads.ahead.window(id).asked.push_back((at, count));
         asked = true;

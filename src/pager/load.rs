@@ -17,6 +17,7 @@
 #![deny(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::ahead::{self, Ahead};
@@ -60,12 +61,57 @@ struct Load<R = ReadResult> {
     /// Whether it was asked for ahead.
     ahead: bool,
     state: LoadState<R>,
-    /// The modelled time at which it was asked for.
-    asked: ModelTime,
+    /// Whether it has its turn at the modelled disk. It waits for a reader then, and nobody's time depends on which
+    /// reader comes when.
+    booked: bool,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
-    /// The modelled time from which a page waits for it.
-    wanted_at: ModelTime,
+    wants: Wants,
+}
+
+/// Which pages of a load were wanted together, and when. Each such run is a copy of its own, as it would be had the
+/// load been read by then: what is copied together must not depend on how fast readers are.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+struct Wants {
+    /// The first page of each run, ascending, and the modelled time from which it was wanted.
+    runs: [(u32, ModelTime); Wants::MOST],
+    len: usize,
+}
+
+impl Wants {
+    /// Runs that are told apart; what is wanted after so many is copied with the run before it.
+    const MOST: usize = 16;
+
+    /// Pages from `first` on are wanted from `now` on.
+    fn add(&mut self, first: u32, now: ModelTime) {
+        if self.len < Self::MOST {
+            let place = self.runs[..self.len].partition_point(|(other, _)| *other <= first);
+            self.runs.copy_within(place..self.len, place + 1);
+            self.runs[place] = (first, now);
+            self.len += 1;
+        }
+    }
+
+    /// Those of the pages from `first` on.
+    fn behind(&self, first: u32) -> Self {
+        let mut rest = Self::default();
+        let from = self.runs[..self.len].partition_point(|(run, _)| *run <= first).saturating_sub(1);
+        for (run, at) in &self.runs[from..self.len] {
+            rest.add((*run).max(first), *at);
+        }
+        rest
+    }
+
+    /// The runs of `pages`, with their times. Pages before the first count with it.
+    fn runs(&self, pages: Range<u32>) -> impl Iterator<Item = (Range<u32>, ModelTime)> {
+        let runs = self.runs;
+        let len = self.len;
+        (0..len).map(move |place| {
+            let start = if place == 0 { pages.start } else { runs[place].0.min(pages.end) };
+            let end = if place + 1 < len { runs[place + 1].0.min(pages.end) } else { pages.end };
+            (start..end, runs[place].1)
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -133,25 +179,33 @@ impl<R> Loads<R> {
         }
     }
 
-    /// Pages of loads that have a buffer and are not copied yet.
+    /// Pages of loads that have a buffer, or their turn to be read into one, and are not copied yet.
     fn pages_under_way(&self) -> u64 {
-        let counts = |load: &&Load<R>| matches!(load.state, LoadState::Reading | LoadState::Read(_));
+        let counts = |load: &&Load<R>| match load.state {
+            LoadState::Reading | LoadState::Read(_) => true,
+            LoadState::Waiting => load.booked,
+            LoadState::Cancelled => false,
+        };
         self.queue.iter().filter(counts).map(|load| u64::from(load.count)).sum()
     }
 
     /// Asks for a run of pages that are wanted; answers the load's number.
-    fn ask(&mut self, model: u32, first: u32, count: u32, now: ModelTime) -> u64 {
-        self.push(model, first, count, now, false)
+    fn ask(&mut self, model: u32, first: u32, count: u32) -> u64 {
+        self.push(model, first, count, false)
     }
 
     /// Asks for a run of pages ahead of their being wanted.
-    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32, now: ModelTime) {
-        self.push(model, first, count, now, true);
+    pub(super) fn ask_ahead(&mut self, model: u32, first: u32, count: u32) {
+        self.push(model, first, count, true);
     }
 
-    fn push(&mut self, model: u32, first: u32, count: u32, asked: ModelTime, ahead: bool) -> u64 {
+    fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
         let id = self.next;
         self.next += 1;
+        let mut wants = Wants::default();
+        if !ahead {
+            wants.add(first, ModelTime::ZERO);
+        }
         self.queue.push_back(Load {
             id,
             model,
@@ -160,9 +214,9 @@ impl<R> Loads<R> {
             wanted: !ahead,
             ahead,
             state: LoadState::Waiting,
-            asked,
+            booked: false,
             available: ModelTime::ZERO,
-            wanted_at: ModelTime::ZERO,
+            wants,
         });
         id
     }
@@ -261,9 +315,8 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
             Source::Ahead(place) => ahead::copy_run(core, control, place, page, count),
             Source::Load(place) => {
                 let load = &mut control.loads.queue[place];
-                if !std::mem::replace(&mut load.wanted, true) {
-                    load.wanted_at = core.device.now();
-                }
+                load.wanted = true;
+                load.wants.add(page, core.device.now());
                 let number = load.id;
                 await_load(control, id, page, count, number);
                 control.loads.ahead.served = true;
@@ -280,7 +333,7 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
                 }
                 count = part_of(count, most);
                 if !copy_from_mapping(core, control, id, page, count) {
-                    let number = control.loads.ask(id, page, count, core.device.now());
+                    let number = control.loads.ask(id, page, count);
                     await_load(control, id, page, count, number);
                 }
             }
@@ -341,15 +394,24 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
     let mut others = None;
     while let Some(place) = control.loads.next_waiting(from) {
         from = place + 1;
-        let count = control.loads.queue[place].count;
+        let Load { count, booked, .. } = control.loads.queue[place];
         let bytes = u64::from(count) * core.page_bytes;
-        let after = under_way + bytes;
+        let after = if booked { under_way } else { under_way + bytes };
         let reading = control.loads.reading;
-        // Not more than are read at once: a buffer that waits for its reader is a buffer more that the copies'
-        // bytes are spread over, and leaves the processors' caches before they are copied.
-        let most = core.readers.at_once().min(MOST_READS);
-        if reading >= most || after > read_depth(core) && reading > 0 {
+        if after > read_depth(core) && reading > 0 {
             break;
+        }
+        // Not more than are read at once: a buffer that waits for its reader is one more that the bytes are spread
+        // over, and they leave the processors' caches before they are copied.
+        if reading >= core.readers.at_once().min(MOST_READS) {
+            if !booked {
+                if after + control.cached_bytes > core.arena.limit_bytes() {
+                    break;
+                }
+                book(core, control, place);
+                under_way = after;
+            }
+            continue;
         }
         let others = others.get_or_insert_with(|| {
             control.loads.ahead.pages() * core.page_bytes + core.arena.copying_bytes().unwrap_or(0)
@@ -368,11 +430,8 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
         core.device.set_now(own_time);
         match taken {
             Ok(Some(buffer)) => {
-                under_way += u64::from(control.loads.queue[place].count) * core.page_bytes;
-                // Whoever comes by may be at an earlier time than who asked.
-                core.device.set_now(own_time.max(control.loads.queue[place].asked));
+                under_way = after;
                 start_read(core, control, place, buffer);
-                core.device.set_now(own_time);
             }
             Ok(None) => break,
             Err(error) => control.loads.queue[place].state = LoadState::Read(Err(error)),
@@ -391,11 +450,15 @@ pub(super) fn read_depth(core: &Core) -> u64 {
 /// more, and what may be on its way to the ring while kernels use what is there.
 fn staging_depth(core: &Core, control: &Control) -> u64 {
     if control.frames.ring.is_empty() {
-        // Nothing streams, so no copy waits for a kernel: one being copied for each read, and one more.
-        return (2 * core.readers.at_once() as u64 + 1) * u64::from(core.load_pages) * core.page_bytes;
+        return loading_depth(core, core.readers.at_once());
     }
     let pages = u64::from(core.chunk_pages) + control.frames.ring.len() as u64;
     read_depth(core) + pages * core.page_bytes
+}
+
+/// The same where nothing streams, so that no copy waits for a kernel: what is copied for each read, and one more.
+fn loading_depth(core: &Core, reads: usize) -> u64 {
+    (2 * reads as u64 + 1) * u64::from(core.load_pages) * core.page_bytes
 }
 
 /// Pages that may be copied ahead of the runner now, by [`super::PagerOptions::copy_ahead_bytes`]; the ring
@@ -425,10 +488,11 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
             let (id, model) = (load.id, load.model);
             let (first, count) = (load.first + part, load.count - part);
             load.count = part;
-            let Load { wanted, ahead, asked, available, wanted_at, .. } = *load;
+            let Load { wanted, ahead, booked, available, wants, .. } = *load;
+            let wants = wants.behind(first);
             let state = LoadState::Waiting;
             let rest =
-                Load { id: number, model, first, count, wanted, ahead, state, asked, available, wanted_at };
+                Load { id: number, model, first, count, wanted, ahead, state, booked, available, wants };
             control.loads.queue.insert(place + 1, rest);
             // Those of the rest's pages that wait do so for the new load.
             for page in first..first + count {
@@ -443,6 +507,16 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
     Ok(None)
 }
 
+/// Gives a load its turn at the modelled disk, before there is a reader for it.
+fn book(core: &Core, control: &mut Control, place: usize) {
+    let Load { model, first, count, .. } = control.loads.queue[place];
+    let Some(model) = control.model(model) else { return };
+    let bytes = model.layout.content_bytes(page_span(core, first, count));
+    let load = &mut control.loads.queue[place];
+    load.available = core.device.schedule_read(bytes);
+    load.booked = true;
+}
+
 /// Hands a load and its buffer to a reader.
 fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) {
     let load = &control.loads.queue[place];
@@ -453,8 +527,15 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
     };
     let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
     let bytes = model.layout.content_bytes(page_span(core, first, count));
+    let Load { booked, available, .. } = control.loads.queue[place];
     // A reader that has to wait for its buffer says itself when it begins.
-    let available = if buffer.is_read() { core.device.now() } else { core.device.schedule_read(bytes) };
+    let available = if booked {
+        available
+    } else if buffer.is_read() {
+        core.device.now()
+    } else {
+        core.device.schedule_read(bytes)
+    };
     let mut job = control.loads.spare.pop().unwrap_or_default();
     *job = PageRead {
         core: Some(Arc::clone(core)),
@@ -462,6 +543,7 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
         load: number,
         first,
         count,
+        booked,
         available,
         buffer: Some(buffer),
         read: Ok(0),
@@ -485,18 +567,19 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             }
             continue;
         }
-        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there
+        // Whichever thread comes by enqueues the copies; on a modelled clock they happen when the bytes are there
         // and wanted.
         let own_time = core.device.now();
-        core.device.set_now(load.available.max(load.wanted_at));
         let copied = result.and_then(|(mut buffer, _)| {
-            let source = PageSource::Buffer(&buffer, pages.start);
-            let fence =
-                copy_pages(control, id, pages.clone(), load.id, source, load.available, core.page_bytes)?;
-            if let Some(fence) = fence
-                && !control.mutated.by(Mutation::StagingWithoutWait)
-            {
-                buffer.read_until(fence);
+            for (run, wanted_at) in load.wants.runs(pages.clone()) {
+                core.device.set_now(load.available.max(wanted_at));
+                let source = PageSource::Buffer(&buffer, pages.start);
+                let fence = copy_pages(control, id, run, load.id, source, load.available, core.page_bytes)?;
+                if let Some(fence) = fence
+                    && !control.mutated.by(Mutation::StagingWithoutWait)
+                {
+                    buffer.read_until(fence);
+                }
             }
             keep::settle(core, control, id, pages.clone(), buffer, unclaimed);
             Ok(())
@@ -559,6 +642,7 @@ struct PageRead {
     load: u64,
     first: u32,
     count: u32,
+    booked: bool,
     available: ModelTime,
     buffer: Option<StagingBuffer>,
     read: Result<u64, PagerError>,
@@ -573,6 +657,7 @@ impl Default for PageRead {
             load: 0,
             first: 0,
             count: 0,
+            booked: false,
             available: ModelTime::ZERO,
             buffer: None,
             read: Ok(0),
@@ -594,7 +679,11 @@ impl ReadJob for PageRead {
         self.read = match buffer.bytes_mut() {
             Ok(mut bytes) => {
                 if waits {
-                    self.available = core.device.schedule_read(layout.content_bytes(range.clone()));
+                    self.available = if self.booked {
+                        core.device.now()
+                    } else {
+                        core.device.schedule_read(layout.content_bytes(range.clone()))
+                    };
                 }
                 let extents = cut_extents(layout, range, core.page_bytes);
                 let (read, slept) = sleeps(|| read_extents(index, extents, base, &mut bytes));

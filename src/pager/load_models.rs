@@ -114,7 +114,7 @@ fn pump(pager: &Arc<Pager>, control: &mut Control) {
 /// `fault::bring`: asks, and waits until its bytes are there or its load failed. Answers whether it failed.
 fn fault(pager: &Arc<Pager>, model: u32) -> bool {
     let mut control = pager.control.lock().unwrap();
-    let load = control.loads.ask(model, 0, 1, ModelTime::ZERO);
+    let load = control.loads.ask(model, 0, 1);
     control.pages[model as usize] = (load, false);
     pump(pager, &mut control);
     while control.pages[model as usize].0 != 0 {

@@ -3,8 +3,9 @@
 //! The first of two stages. Faults in pass order make a window grow, up to
 //! [`super::PagerOptions::read_ahead_bytes`]; the pages that follow, and that are neither on the card nor in
 //! staging memory, are read. A fault, or prefetch, which claims their frames finds them there, or on the
-//! way. A fault out of order forgets at once what was read for its model and begins again with a window of
-//! nothing. So a wrong guess costs at most one window of reads and never a copy.
+//! way. Those that stay and that a frame is free for are claimed at once, so that they are copied as soon as they
+//! were read. A fault out of order forgets at once what was read for its model and not claimed, and begins again with
+//! a window of nothing. So a wrong guess costs at most one window of reads, and copies only of what is to stay.
 //!
 //! The window, the cursor and what was read lie in [`Ahead`], under the control lock. Only faults decide,
 //! by the place in the pass that they have reached, and never by how far the readers are: so what is asked

@@ -343,13 +343,13 @@ fn leave_old_slots(control: &mut Control, id: u32) {
 /// Takes the choice of ring and of pages kept first that is for about this many frames.
 fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
     let layout = Arc::clone(&model.layout);
-    let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+    let pages_of = |span: u32| layout.span(span).pages;
     let choice = model.choices.for_about(frames, || {
         let spans = model.order.spans();
         let order_with =
             |keeping: &Keeping| PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, keeping);
         let span = |span: u32| {
-            let bytes = &layout.spans()[span as usize].bytes;
+            let bytes = layout.span(span).bytes;
             (pages_of(span), bytes.end - bytes.start)
         };
         let link = core.device.info().link;

@@ -198,7 +198,6 @@ impl Pager {
         let order =
             PassOrder::new((0..spans).collect(), pages, |span| layout.span(span).pages, &Keeping::default());
         let whole_units = HashSet::new();
-        let groups = ModelState::make_groups(&layout, &whole_units);
         let casts = (0..index.tensors().len()).any(|tensor| {
             let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
             let (from, to) = (index.tensor_info(tensor).dtype, layout.tensor_at(tensor).dtype);
@@ -221,7 +220,6 @@ impl Pager {
             pages: table,
             order,
             learner: OrderLearner::new(spans as usize),
-            groups,
             whole_units,
             plan: Plan::default(),
             choice: Choice { keeping: Keeping::default(), ring: core.options.ring },

@@ -151,8 +151,6 @@ pub(super) struct ModelState {
     pub(super) pages: Vec<Page>,
     pub(super) order: PassOrder,
     pub(super) learner: OrderLearner,
-    /// What one fault needs at once, as runs of pages.
-    pub(super) groups: Vec<Range<u32>>,
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,

@@ -569,7 +569,6 @@ impl PagedModel {
             return Ok(());
         }
         model.whole_units.insert(unit.0);
-        model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
         model.choices.forget();
         reclaim::replan(core, &mut control, self.id, true)
     }

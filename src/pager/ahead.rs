@@ -271,7 +271,7 @@ fn is_next(control: &Control, id: u32, last: u32, place: u32, places: u32) -> bo
             return true;
         }
         let span = model.order.spans()[between as usize];
-        let mut pages = model.layout.spans()[span as usize].pages.clone();
+        let mut pages = model.layout.span(span).pages;
         if !pages.all(|page| control.is_present(id, page)) {
             return false;
         }
@@ -322,7 +322,7 @@ fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u64, u32, u3
     // A whole pass ahead there is nothing more to read.
     'pass: while next != last && looks < LOOKS {
         let Some(&span) = spans.get(next as usize) else { break };
-        let pages = model.layout.spans()[span as usize].pages.clone();
+        let pages = model.layout.span(span).pages;
         for page in pages.start.max(next_page)..pages.end {
             looks += 1;
             if run.is_some_and(|(_, first, count)| (first..first + count).contains(&page)) {

@@ -39,7 +39,7 @@ pub(super) fn fault_span(
     let core = model.core();
     let id = model.id();
     if stream.is_capturing()? {
-        let unit = model.layout().spans()[span as usize].unit;
+        let unit = model.layout().span(span).unit;
         let what = format!("unit {}", model.index().unit_info(unit).name);
         return Err(PagerError::Capturing { model: model.name().to_owned(), what });
     }
@@ -156,7 +156,7 @@ fn bring(
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };
-    let pages = model.layout.spans()[span as usize].pages.clone();
+    let pages = model.layout.span(span).pages;
     for page in pages {
         let Some(model) = control.model(id) else { return Ok(()) };
         let frame = model.pages[page as usize].frame;
@@ -228,7 +228,7 @@ fn arrive(
     let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return Ok(()) };
     let mut all_done = true;
     let mut last: Option<Fence> = None;
-    for page in model.layout.spans()[span as usize].pages.clone() {
+    for page in model.layout.span(span).pages {
         let frame = model.pages[page as usize].frame;
         if frame == NONE {
             continue;
@@ -309,7 +309,7 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
     {
         let Control { frames, models, .. } = control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
-        for page in model.layout.spans()[span as usize].pages.clone() {
+        for page in model.layout.span(span).pages {
             let frame = model.pages[page as usize].frame;
             if frame == NONE {
                 continue;
@@ -415,7 +415,7 @@ fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)
     if model.errors.is_empty() {
         return None;
     }
-    let mut pages = model.layout.spans()[span as usize].pages.clone();
+    let mut pages = model.layout.span(span).pages;
     pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
@@ -423,7 +423,7 @@ fn forget_errors(control: &mut Control, id: u32, span: u32) {
     if let Some(model) = control.model_mut(id)
         && !model.errors.is_empty()
     {
-        for page in model.layout.spans()[span as usize].pages.clone() {
+        for page in model.layout.span(span).pages {
             model.errors.remove(&page);
         }
     }
@@ -432,7 +432,7 @@ fn forget_errors(control: &mut Control, id: u32, span: u32) {
 fn is_loading(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return false };
     // From the end: the last come last.
-    model.layout.spans()[span as usize].pages.clone().rev().any(|page| {
+    model.layout.span(span).pages.rev().any(|page| {
         let frame = model.pages[page as usize].frame;
         frame != NONE && control.is_present(id, page) && control.frames.info(frame).loading != 0
     })
@@ -440,7 +440,7 @@ fn is_loading(control: &Control, id: u32, span: u32) -> bool {
 
 fn is_present(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return true };
-    model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
+    model.layout.span(span).pages.all(|page| control.is_present(id, page))
 }
 
 /// Notes that a fault begins, or has ended, to bring bytes in.

@@ -593,7 +593,8 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
         .collect();
     // Unmaps everything, then frees the range.
     drop(model);
-    for frame in own {
+    // The last first, so that the next model's pages take them in the order in which they lie: neighbours are one call.
+    for frame in own.into_iter().rev() {
         frames.make_idle(frame);
     }
     result

@@ -1,11 +1,12 @@
 //! How fast does a model come from its file to the card?
 //!
 //! Timed by the machine's clock on an emulated card that keeps bytes, so only ratios within a run mean
-//! anything. Four ways take turns within each round, and the best round of each counts:
+//! anything. The ways take turns within each round. A rate is the median of its rounds, and a ratio the median
+//! of the rounds' ratios:
 //!
 //! - `bare`: threads read pieces into page-locked buffers and enqueue their copies, with no pager: as much as
-//!   file and card give. As many threads, and pieces as large, as the pager has. The limit is 90 % of its
-//!   rate.
+//!   file and card give. As many threads as the pager lets read at once what is in memory, and pieces as large.
+//!   The limit is 90 % of its rate.
 //! - `mapping`: the same, and each piece's pages are mapped before it is read, as a pager must: what they gave
 //!   their memory up for is over. On an emulated card a mapping costs host time that a card's does not.
 //! - `pager`: every unit is faulted once, in order, and the stream waited for.
@@ -19,7 +20,7 @@
 //! from the page cache before each load (as far as the system does that), with `cached` it is in there.
 //!
 //! `cargo bench --bench load -- [WORDS] [--check] [--json] [--mib=512] [--repeats=7]`, and the pager's
-//! options `--readers=`, `--streams=`, `--chunk-mib=`, `--ahead-mib=`.
+//! options `--readers=`, `--streams=`, `--load-mib=`, `--ahead-mib=`.
 
 #![expect(
     unsafe_code,
@@ -54,13 +55,17 @@ const PAGE: u64 = 2 << 20;
 /// Buffers of a reader: one is read into while the other's copy runs.
 const BUFFERS: u64 = 2;
 const WAYS: [&str; 5] = ["bare", "pager", "map", "plain", "mapping"];
+const BARE: usize = 0;
+const PAGER: usize = 1;
+const PLAIN: usize = 3;
+const MAPPING: usize = 4;
 
 #[derive(Serialize)]
 struct Load {
     file: &'static str,
     memory: &'static str,
     bytes: u64,
-    /// The best round of each, in bytes a second.
+    /// In bytes a second.
     bare: f64,
     pager: f64,
     map: f64,
@@ -133,7 +138,7 @@ fn main() -> Outcome {
         headroom_bytes: Some(0),
         readers: usize::try_from(number("--readers", defaults.readers as u64)?)?,
         copy_streams: usize::try_from(number("--streams", defaults.copy_streams as u64)?)?,
-        chunk_bytes: number("--chunk-mib", defaults.chunk_bytes >> 20)? << 20,
+        load_bytes: number("--load-mib", defaults.load_bytes >> 20)? << 20,
         read_ahead_bytes: number("--ahead-mib", defaults.read_ahead_bytes >> 20)? << 20,
         ..defaults
     };
@@ -194,9 +199,15 @@ fn card(bytes: u64) -> Outcome<SharedDevice> {
     Ok(EmulatedDevice::open(EmulatedOptions::new(bytes.next_multiple_of(PAGE) + 64 * PAGE))?)
 }
 
+/// The middle one: what is not moved by one round that was lucky or was disturbed.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
 #[expect(clippy::cast_precision_loss, reason = "rates of a bench")]
 fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Load> {
-    let mut best = [Duration::MAX; WAYS.len()];
+    let mut times: [Vec<Duration>; WAYS.len()] = Default::default();
     let mut ways: Vec<Option<Way>> = WAYS.iter().map(|_| None).collect();
     let mut mean_copy_bytes = 0;
     for round in 0..=repeats {
@@ -218,7 +229,7 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
             way.once()?;
             // The first round warms up what stays, and the machine.
             if round > 0 {
-                best[number] = best[number].min(began.elapsed());
+                times[number].push(began.elapsed());
             }
             if let (Some(before), Way::Pager { pager, .. }, 1) = (counted, &*way, number) {
                 let after = pager.device().counts();
@@ -230,7 +241,14 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
             }
         }
     }
-    let [bare, pager, map, plain, mapping] = best.map(|time| setting.bytes as f64 / time.as_secs_f64());
+    let [bare, pager, map, plain, mapping] = times.each_ref().map(|times| {
+        let rates = times.iter().map(|time| setting.bytes as f64 / time.as_secs_f64());
+        median(rates.collect())
+    });
+    let ratio = |to: usize| {
+        let pairs = times[PAGER].iter().zip(&times[to]);
+        median(pairs.map(|(pager, to)| to.as_secs_f64() / pager.as_secs_f64()).collect())
+    };
     Ok(Load {
         file: "",
         memory: "",
@@ -240,9 +258,9 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
         map,
         plain,
         mapping,
-        pager_per_bare: pager / bare,
-        pager_per_mapping: pager / mapping,
-        pager_per_plain: pager / plain,
+        pager_per_bare: ratio(BARE),
+        pager_per_mapping: ratio(MAPPING),
+        pager_per_plain: ratio(PLAIN),
         mean_copy_bytes,
     })
 }
@@ -377,9 +395,10 @@ struct Bare {
 
 impl Bare {
     fn new(device: &SharedDevice, setting: &Setting, maps: bool) -> Outcome<Self> {
-        let chunk = setting.options.chunk_bytes;
+        let chunk = setting.options.load_bytes;
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let mut readers = Vec::new();
-        for _ in 0..setting.options.readers {
+        for _ in 0..setting.options.readers.min(processors / 2).max(1) {
             let mut block = HostBlock::map(device, BUFFERS * chunk)?;
             block.page_lock()?;
             readers.push((block, Stream::new(device, StreamPriority::Normal)?));

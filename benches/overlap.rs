@@ -139,7 +139,7 @@ fn main() -> Outcome {
 /// stands still. A larger ring shortens that by as much as it adds to the copies.
 fn least(model: &PagedModel, compute: &[Duration], link: Duration) -> Duration {
     let copies: Vec<Duration> =
-        model.layout().units().iter().map(|unit| LINK.duration(unit.bytes.end - unit.bytes.start)).collect();
+        model.layout().units().map(|unit| LINK.duration(unit.bytes.end - unit.bytes.start)).collect();
     let units = copies.len();
     let mut still = Duration::ZERO;
     for first in 0..units {

@@ -256,7 +256,7 @@ impl<'f> World<'f> {
         let units = (0..UNITS[file].len())
             .map(|unit| {
                 let id = model.unit(&format!("u{unit}")).unwrap();
-                let bytes = &model.layout().units()[id.index()].bytes;
+                let bytes = &model.layout().unit(id).bytes;
                 let pages = (bytes.start / PAGE) as u32..bytes.end.div_ceil(PAGE) as u32;
                 UnitRow {
                     name: format!("u{unit}"),

@@ -107,7 +107,7 @@ fn every_byte_is_right_at_every_budget() {
             assert_eq!(model.figures().file_bytes, figures.file_bytes, "{budget}");
             let outside = model.model_size() - model.loaded_size();
             let streamed = units(&model).filter(|&unit| !model.is_loaded(unit)).map(|unit| {
-                let bytes = &model.layout().units()[unit.index()].bytes;
+                let bytes = model.layout().unit(unit).bytes;
                 bytes.end - bytes.start
             });
             assert!(model.figures().copied_bytes - figures.copied_bytes <= streamed.sum());

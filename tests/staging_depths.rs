@@ -21,7 +21,7 @@ use vram_pager::weights::Dtype;
 /// The bytes of the pages that the first `units` units touch.
 fn bytes_of_first(model: &PagedModel, units: u64) -> u64 {
     let layout = model.layout();
-    let end = (0..units).map(|unit| layout.units()[unit_id(unit).index()].bytes.end).max().unwrap_or(0);
+    let end = (0..units).map(|unit| layout.unit(unit_id(unit)).bytes.end).max().unwrap_or(0);
     layout.content_bytes(0..end.next_multiple_of(layout.page_bytes()))
 }
 

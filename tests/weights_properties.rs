@@ -10,6 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::Arc;
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
@@ -18,7 +19,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use vram_pager::weights::{
     Dtype, Extent, FileIdentity, FileSource, HeaderError, LayoutOptions, PageLayout, TENSOR_ALIGNMENT,
-    TensorIndex, WeightFile, validate,
+    TensorIndex, UnitId, WeightFile, validate,
 };
 
 /// A tensor to be: type, shape, a seed for its bytes.
@@ -264,7 +265,7 @@ impl FileSource for Unread {
 }
 
 /// An index of tensors in this order, in one file without data.
-fn index_of(tensors: &[(String, Dtype, Vec<u64>)]) -> TensorIndex {
+fn index_of(tensors: &[(String, Dtype, Vec<u64>)]) -> Arc<TensorIndex> {
     let mut end = 0;
     let entries: Vec<String> = tensors
         .iter()
@@ -278,10 +279,8 @@ fn index_of(tensors: &[(String, Dtype, Vec<u64>)]) -> TensorIndex {
     let mut header = (json.len() as u64).to_le_bytes().to_vec();
     header.extend(json.bytes());
     let length = header.len() as u64 + end;
-    TensorIndex::from_files(vec![
-        WeightFile::from_source("unread", Box::new(Unread { header, length })).unwrap(),
-    ])
-    .unwrap()
+    let file = WeightFile::from_source("unread", Box::new(Unread { header, length })).unwrap();
+    Arc::new(TensorIndex::from_files(vec![file]).unwrap())
 }
 
 /// Models of units of every size: many small ones, some far beyond a page, tensors without bytes.
@@ -385,11 +384,37 @@ proptest! {
         let layout = PageLayout::new(&index, &options).unwrap();
         prop_assert_eq!(layout.units().len(), index.units().len());
         let mut end = 0;
-        for unit in layout.units() {
+        for (number, unit) in (0..).map(UnitId).zip(layout.units()) {
             prop_assert_eq!(unit.bytes.start, u64::next_multiple_of(end, TENSOR_ALIGNMENT));
             end = unit.bytes.end;
+            prop_assert_eq!(layout.spans_of_unit(number), Some(unit.spans.clone()));
+            prop_assert_eq!(layout.unit(number), unit);
         }
         prop_assert_eq!(u64::from(layout.page_count()), end.div_ceil(options.page_bytes));
+        let behind = u32::try_from(layout.units().len()).unwrap();
+        prop_assert_eq!(layout.spans_of_unit(UnitId(behind)), None);
+    }
+
+    #[test]
+    fn an_address_is_found_in_the_unit_and_the_spans_that_lie_there(
+        model in models(), options in options(), random in vec(any::<Index>(), 30),
+    ) {
+        let index = index_of(&model);
+        let layout = PageLayout::new(&index, &options).unwrap();
+        let (units, spans): (Vec<_>, Vec<_>) = (layout.units().collect(), layout.spans().collect());
+        let borders = units.iter().flat_map(|unit| [unit.bytes.start, unit.bytes.end]);
+        let end = usize::try_from(layout.address_bytes()).unwrap() + 300;
+        let anywhere = random.iter().map(|random| random.index(end) as u64);
+        for at in borders.flat_map(|border| [border.saturating_sub(1), border, border + 1]).chain(anywhere) {
+            let expected = units.iter().rposition(|unit| unit.bytes.start <= at);
+            prop_assert_eq!(layout.unit_at(at).map(UnitId::index), expected);
+            let range = at..at + 700;
+            let touching = layout.spans_in(range.clone());
+            for (number, span) in (0..).zip(&spans) {
+                let touches = span.bytes.start < range.end && span.bytes.end > range.start;
+                prop_assert!(touching.contains(&number) == touches || span.bytes.is_empty());
+            }
+        }
     }
 
     #[test]
@@ -402,13 +427,13 @@ proptest! {
             prop_assert_eq!(unit.spans.start, next_span);
             prop_assert!(!unit.spans.is_empty());
             next_span = unit.spans.end;
-            let spans = &layout.spans()[unit.spans.start as usize..unit.spans.end as usize];
+            let spans: Vec<_> = unit.spans.clone().map(|span| layout.span(span)).collect();
             let mut at = unit.bytes.start;
-            for (place, span) in (unit.spans.start..).zip(spans) {
+            for (place, span) in (unit.spans.start..).zip(&spans) {
                 prop_assert_eq!(span.unit.0, number);
                 prop_assert_eq!(span.bytes.start, at);
                 at = span.bytes.end;
-                let parts: Vec<_> = layout.parts_of(&index, place).collect();
+                let parts: Vec<_> = layout.parts_of(place).collect();
                 prop_assert!(!parts.is_empty());
                 prop_assert_eq!(parts[0].at, span.bytes.start);
                 for part in &parts {
@@ -465,7 +490,7 @@ proptest! {
         let layout = PageLayout::new(&index, &options).unwrap();
         let pages = (0..layout.page_count()).map(|page| layout.page_range(page));
         covers_every_byte_once(&index, &layout, &covered(&layout, pages))?;
-        let spans = layout.spans().iter().map(|span| span.bytes.clone());
+        let spans = layout.spans().map(|span| span.bytes);
         covers_every_byte_once(&index, &layout, &covered(&layout, spans))?;
         let whole = std::iter::once(0..layout.address_bytes());
         let found = covered(&layout, whole);

@@ -118,7 +118,6 @@ pub fn compute(model: &PagedModel, total: Duration, spread: Spread) -> Vec<Durat
     let weights: Vec<f64> = model
         .layout()
         .units()
-        .iter()
         .map(|unit| {
             let bytes = (unit.bytes.end - unit.bytes.start) as f64;
             match spread {

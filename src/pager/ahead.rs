@@ -3,8 +3,9 @@
 //! The first of two stages. Faults in pass order make a window grow, up to
 //! [`super::PagerOptions::read_ahead_bytes`]; the pages that follow, and that are neither on the card nor in
 //! staging memory, are read. A fault, or prefetch, which claims their frames finds them there, or on the
-//! way. A fault out of order forgets at once what was read for its model and begins again with a window of
-//! nothing. So a wrong guess costs at most one window of reads and never a copy.
+//! way. Those that stay and that a frame is free for are claimed at once, so that they are copied as soon as they
+//! were read. A fault out of order forgets at once what was read for its model and not claimed, and begins again with
+//! a window of nothing. So a wrong guess costs at most one window of reads, and copies only of what is to stay.
 //!
 //! The window, the cursor and what was read lie in [`Ahead`], under the control lock. Only faults decide,
 //! by the place in the pass that they have reached, and never by how far the readers are: so what is asked
@@ -20,7 +21,7 @@ use super::copies::{PageSource, copy_pages};
 use super::core::{Control, Core};
 use super::frames::{NONE, Role};
 use super::keep;
-use super::load::{Source, fail_pages, pump, source_of};
+use super::load::{self, Source, fail_pages, pump, source_of};
 use super::mutations::Mutation;
 use super::reclaim::{self, TakeFrom};
 use crate::staging::StagingBuffer;
@@ -156,15 +157,21 @@ impl Ahead {
 
 /// Claims frames for the pages that follow page `last` in the run that was read ahead with it, as far as
 /// frames are free for them: then they are one copy with it. So small units do not make small copies.
-/// Answers how many pages it claimed. They stay, so nothing is taken from anybody for them.
+/// Answers how many pages it claimed.
 pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> u32 {
     let following = match source_of(control, id, last) {
         (Source::Ahead(_) | Source::Load(_), pages) => pages - 1,
         (Source::Kept(_) | Source::File, _) => 0,
     };
+    claim_run(core, control, id, last + 1, following)
+}
+
+/// Claims frames for up to `count` pages from `first` on, as far as they stay, lack their bytes, and frames are
+/// free for them: nothing is taken from anybody. Answers how many it claimed.
+fn claim_run(core: &Core, control: &mut Control, id: u32, first: u32, count: u32) -> u32 {
     let mut mapped = Vec::new();
     let mut claimed = 0;
-    for page in last + 1..=last + following {
+    for page in first..first + count {
         let Some(model) = control.model(id) else { break };
         // What has no place in the pass is left to its fault: without a rank nobody could take it again.
         let stays = model.pages[page as usize].slot == NONE
@@ -187,7 +194,7 @@ pub(super) fn gather(core: &Core, control: &mut Control, id: u32, last: u32) -> 
         claim::drop_mappings(control, id, &mapped);
         return 0;
     }
-    for page in last + 1..=last + claimed {
+    for page in first..first + claimed {
         claim::occupy(control, id, page);
     }
     claimed
@@ -264,7 +271,7 @@ fn is_next(control: &Control, id: u32, last: u32, place: u32, places: u32) -> bo
             return true;
         }
         let span = model.order.spans()[between as usize];
-        let mut pages = model.layout.spans()[span as usize].pages.clone();
+        let mut pages = model.layout.span(span).pages;
         if !pages.all(|page| control.is_present(id, page)) {
             return false;
         }
@@ -287,7 +294,13 @@ fn refill(core: &Arc<Core>, control: &mut Control, id: u32) {
             break;
         }
         let Some((at, first, count)) = next_run(core, control, id) else { break };
-        control.loads.ask_ahead(id, first, count);
+        let claimed = claim_run(core, control, id, first, count);
+        if claimed > 0 {
+            load::submit(core, control, id, first, claimed);
+        }
+        if claimed < count {
+            control.loads.ask_ahead(id, first + claimed, count - claimed);
+        }
         control.loads.ahead.window(id).asked.push_back((at, count));
         asked = true;
     }
@@ -309,7 +322,7 @@ fn next_run(core: &Core, control: &mut Control, id: u32) -> Option<(u64, u32, u3
     // A whole pass ahead there is nothing more to read.
     'pass: while next != last && looks < LOOKS {
         let Some(&span) = spans.get(next as usize) else { break };
-        let pages = model.layout.spans()[span as usize].pages.clone();
+        let pages = model.layout.span(span).pages;
         for page in pages.start.max(next_page)..pages.end {
             looks += 1;
             if run.is_some_and(|(_, first, count)| (first..first + count).contains(&page)) {

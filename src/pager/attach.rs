@@ -111,7 +111,7 @@ fn no_longer_stale(model: &mut ModelState, page: u32) {
         return;
     }
     for span in model.layout.spans_of_page(page) {
-        let pages = model.layout.spans()[span as usize].pages.clone();
+        let pages = model.layout.span(span).pages;
         if !pages.into_iter().any(|page| model.stale.contains(&page)) {
             model.words[span as usize].0.set_stale(false);
         }
@@ -124,7 +124,7 @@ pub(super) fn refresh_span(control: &mut Control, id: u32, span: u32) -> Result<
     if model.stale.is_empty() {
         return Ok(());
     }
-    let place = &model.layout.spans()[span as usize];
+    let place = model.layout.span(span);
     let unit = place.unit;
     if model.plain.is_some() {
         if model.stale.contains(&span) && !plain::forget_span(control, id, span)? {

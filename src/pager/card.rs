@@ -91,6 +91,8 @@ impl Pager {
         let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = options.chunk_pages(page_bytes);
+        let load_pages = options.load_bytes / page_bytes;
+        let load_pages = u32::try_from(load_pages.clamp(1, u64::from(chunk_pages))).unwrap_or(1);
         let arena = Arena::new(
             device,
             &ArenaOptions { slot_bytes: page_bytes, run_slots: chunk_pages, limit_bytes: limit },
@@ -117,6 +119,7 @@ impl Pager {
             under_way: 0,
             releases: 0,
             refused: false,
+            sleepers: Vec::with_capacity(16),
             ring_grew: false,
             captured: Vec::new(),
             plain: if info.virtual_memory { None } else { Some(Plain::new(device)?) },
@@ -127,6 +130,7 @@ impl Pager {
             options,
             page_bytes,
             chunk_pages,
+            load_pages,
             arena,
             readers: readers.queue(),
             headroom: AtomicU64::new(headroom),
@@ -176,11 +180,11 @@ impl Pager {
         let layout = Arc::new(PageLayout::new(&index, &layout_options)?);
         let table = try_filled("a model's page table", layout.page_count() as usize, Page::ABSENT)?;
         // What its orders need beside, looked for ahead: they are made again and again, where no error can be told.
-        let beside = layout.page_count() as usize * ORDER_BYTES + layout.spans().len() * SPAN_BYTES;
+        let beside = layout.page_count() as usize * ORDER_BYTES + layout.span_count() as usize * SPAN_BYTES;
         drop(try_table::<u8>("a model's order", beside)?);
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         let pages = layout.page_count();
-        let words = Words::new(layout.spans().len());
+        let words = Words::new(layout.span_count() as usize);
         let hits = Arc::new(HitCounts::new());
         let (range, own) = if self.stable_addresses() {
             let range = AddressRange::reserve(&core.device, (pages as usize).max(1), core.page_bytes)?;
@@ -194,15 +198,10 @@ impl Pager {
                 own.as_ref().map_or_else(|| Vec::new().into(), |own| Arc::clone(&own.addresses)),
             ),
         };
-        let spans = u32::try_from(layout.spans().len()).unwrap_or(u32::MAX);
-        let order = PassOrder::new(
-            (0..spans).collect(),
-            pages,
-            |span| layout.spans()[span as usize].pages.clone(),
-            &Keeping::default(),
-        );
+        let spans = layout.span_count();
+        let order =
+            PassOrder::new((0..spans).collect(), pages, |span| layout.span(span).pages, &Keeping::default());
         let whole_units = HashSet::new();
-        let groups = ModelState::make_groups(&layout, &whole_units);
         let casts = (0..index.tensors().len()).any(|tensor| {
             let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
             let (from, to) = (index.tensor_info(tensor).dtype, layout.tensor_at(tensor).dtype);
@@ -225,7 +224,6 @@ impl Pager {
             pages: table,
             order,
             learner: OrderLearner::new(spans as usize),
-            groups,
             whole_units,
             plan: Plan::default(),
             choice: Choice { keeping: Keeping::default(), ring: core.options.ring },

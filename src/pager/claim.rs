@@ -45,7 +45,7 @@ pub(super) fn claim_span(
     let mut claimed = Claimed { missing: std::mem::take(&mut control.missing), streamed: false };
     claimed.missing.clear();
     let Some(model) = control.model(id) else { return Ok(claimed) };
-    let pages = model.layout.spans()[span as usize].pages.clone();
+    let pages = model.layout.span(span).pages;
     if pages.end - pages.start > control.budget {
         // Refused before anything is taken for it: a try would empty the card and fail all the same.
         reclaim::refresh_budget(core, control, true)?;
@@ -376,7 +376,7 @@ fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerErro
         return error;
     }
     let Some(model) = control.model(id) else { return error };
-    let place = &model.layout.spans()[span as usize];
+    let place = model.layout.span(span);
     let pages = place.pages.end - place.pages.start;
     // The span itself is pinned by the fault that asks; it is not one that holds.
     let held = control.held_names(Some((id, span)));
@@ -398,9 +398,9 @@ fn describe(core: &Core, control: &Control, id: u32, span: u32, error: PagerErro
 
 /// A span as messages name it.
 pub(super) fn what_of(model: &ModelState, span: u32) -> String {
-    let unit = model.layout.spans()[span as usize].unit;
+    let unit = model.layout.span(span).unit;
     let name = &model.index.unit_info(unit).name;
-    let spans = &model.layout.units()[unit.index()].spans;
+    let spans = model.layout.unit(unit).spans;
     if spans.end - spans.start == 1 {
         format!("unit {name}")
     } else {
@@ -411,7 +411,7 @@ pub(super) fn what_of(model: &ModelState, span: u32) -> String {
 /// The refusal of a span that is larger than the card can give.
 fn never_fits(core: &Core, control: &Control, id: u32, span: u32) -> PagerError {
     let (model, what, pages) = control.model(id).map_or_else(Default::default, |model| {
-        let pages = &model.layout.spans()[span as usize].pages;
+        let pages = model.layout.span(span).pages;
         (model.name.clone(), what_of(model, span), pages.end - pages.start)
     });
     PagerError::NeverFits {

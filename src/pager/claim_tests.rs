@@ -83,7 +83,7 @@ fn a_frame_that_was_given_up_while_another_was_looked_for_is_not_used() {
         assert!(placed.as_ref().is_err_and(PagerError::is_shortage), "{placed:?}");
     }
     assert!(!control.frames.ring.contains(&given_up), "the case did not arise: the frame was not given up");
-    for span in 0..u32::try_from(model.layout().spans().len()).unwrap() {
+    for span in 0..model.layout().span_count() {
         while model.word(span).view().pins() > 0 {
             model.word(span).unpin();
         }

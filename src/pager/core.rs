@@ -40,7 +40,7 @@ use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
 use crate::units::ModelTime;
-use crate::weights::{MappedFile, PageLayout, TensorIndex};
+use crate::weights::{MappedFile, PageLayout, Span, TensorIndex};
 
 /// What everybody who works with one card's pager shares.
 #[derive(Debug)]
@@ -48,8 +48,10 @@ pub(super) struct Core {
     pub(super) device: SharedDevice,
     pub(super) options: PagerOptions,
     pub(super) page_bytes: u64,
-    /// Pages of one read and one copy.
+    /// Pages of one read and one copy at most.
     pub(super) chunk_pages: u32,
+    /// The same for pages that stay.
+    pub(super) load_pages: u32,
     pub(super) arena: Arc<Arena>,
     pub(super) readers: ReaderQueue,
     /// Bytes left free, device wide. Read live.
@@ -98,6 +100,8 @@ pub(super) struct Control {
     pub(super) releases: u64,
     /// Whether a fault waits for ring frames: what comes free is for it, not for prefetch.
     pub(super) refused: bool,
+    /// Spans, with their models, whose faults sleep until their bytes were read.
+    pub(super) sleepers: Vec<(u32, u32)>,
     /// Whether a fault had to make the ring larger since a pass ended.
     pub(super) ring_grew: bool,
     /// Releases of streamed spans on streams that are being captured: done when the capture is over.
@@ -151,8 +155,6 @@ pub(super) struct ModelState {
     pub(super) pages: Vec<Page>,
     pub(super) order: PassOrder,
     pub(super) learner: OrderLearner,
-    /// What one fault needs at once, as runs of pages.
-    pub(super) groups: Vec<Range<u32>>,
     /// Units of several spans that the runner faults whole.
     pub(super) whole_units: HashSet<u32>,
     pub(super) plan: Plan,
@@ -305,7 +307,7 @@ impl Control {
         let mut more = 0_usize;
         for (id, model) in (0_u32..).zip(&self.models) {
             let Some(model) = model else { continue };
-            for (number, (span, word)) in (0_u32..).zip(model.layout.spans().iter().zip(model.words.iter())) {
+            for (number, (span, word)) in (0_u32..).zip(model.layout.spans().zip(model.words.iter())) {
                 if word.0.view().pins() == 0 || except == Some((id, number)) {
                     continue;
                 }
@@ -314,7 +316,7 @@ impl Control {
                     continue;
                 }
                 let name = &model.index.unit_info(span.unit).name;
-                let spans = &model.layout.units()[span.unit.index()].spans;
+                let spans = model.layout.unit(span.unit).spans;
                 names.push(if spans.end - spans.start == 1 {
                     name.clone()
                 } else {
@@ -370,15 +372,14 @@ impl Control {
 impl ModelState {
     /// Pages of the spans or units that are faulted at once.
     pub(super) fn make_groups(layout: &PageLayout, whole: &HashSet<u32>) -> Vec<Range<u32>> {
-        let mut groups = Vec::with_capacity(layout.spans().len());
-        for (unit, place) in (0_u32..).zip(layout.units()) {
-            let spans = &layout.spans()[place.spans.start as usize..place.spans.end as usize];
-            match (spans.first(), spans.last()) {
-                (Some(first), Some(last)) if whole.contains(&unit) => {
-                    groups.push(first.pages.start..last.pages.end);
-                }
-                _ => groups.extend(spans.iter().map(|span| span.pages.clone())),
+        let mut groups: Vec<Range<u32>> = Vec::with_capacity(layout.span_count() as usize);
+        let mut before = None;
+        for Span { unit, pages, .. } in layout.spans() {
+            match groups.last_mut() {
+                Some(group) if before == Some(unit) && whole.contains(&unit.0) => group.end = pages.end,
+                _ => groups.push(pages),
             }
+            before = Some(unit);
         }
         groups
     }
@@ -387,7 +388,7 @@ impl ModelState {
     pub(super) fn set_order(&mut self, spans: Vec<u32>) {
         let layout = &self.layout;
         let next = self.order.page_at(&mut self.cursor);
-        let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+        let pages_of = |span: u32| layout.span(span).pages;
         self.order = PassOrder::new(spans, layout.page_count(), pages_of, &self.choice.keeping);
         self.resident_end = u32::try_from(self.order.keep().len()).unwrap_or(u32::MAX);
         self.dealt_ring = u32::MAX;
@@ -410,7 +411,7 @@ impl ModelState {
 
     /// Whether a part of the span passes through the ring.
     pub(super) fn is_streamed(&self, span: u32, frames: &Frames) -> bool {
-        self.layout.spans()[span as usize].pages.clone().any(|page| {
+        self.layout.span(span).pages.any(|page| {
             let frame = self.pages[page as usize].frame;
             frame != NONE && frames.info(frame).role == Role::Ring
         })

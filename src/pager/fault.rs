@@ -39,7 +39,7 @@ pub(super) fn fault_span(
     let core = model.core();
     let id = model.id();
     if stream.is_capturing()? {
-        let unit = model.layout().spans()[span as usize].unit;
+        let unit = model.layout().span(span).unit;
         let what = format!("unit {}", model.index().unit_info(unit).name);
         return Err(PagerError::Capturing { model: model.name().to_owned(), what });
     }
@@ -140,7 +140,7 @@ fn bring(
         }
         ahead::advance(core, control, id, span);
         while span_error(control, id, span).is_none() && is_loading(control, id, span) {
-            wait_for_progress(core, control)?;
+            wait_for_progress(core, control, id, span)?;
         }
         match span_error(control, id, span) {
             // A load that was asked for ahead of this fault may have failed for a reason that is gone: the
@@ -156,7 +156,7 @@ fn bring(
         }
     }
     let Some(model) = control.model(id) else { return Ok(()) };
-    let pages = model.layout.spans()[span as usize].pages.clone();
+    let pages = model.layout.span(span).pages;
     for page in pages {
         let Some(model) = control.model(id) else { return Ok(()) };
         let frame = model.pages[page as usize].frame;
@@ -178,13 +178,28 @@ impl Count {
     }
 }
 
-/// Lets go of the lock until a load went on.
-fn wait_for_progress(core: &Arc<Core>, control: &mut MutexGuard<'_, Control>) -> Result<(), PagerError> {
+/// Whether a fault of `span` that sleeps until its bytes were read has something to do: they were, or cannot be.
+pub(super) fn is_woken(control: &Control, id: u32, span: u32) -> bool {
+    span_error(control, id, span).is_some() || !is_loading(control, id, span)
+}
+
+/// Lets go of the lock until the loads of a span went on.
+fn wait_for_progress(
+    core: &Arc<Core>,
+    control: &mut MutexGuard<'_, Control>,
+    id: u32,
+    span: u32,
+) -> Result<(), PagerError> {
     load::pump(core, control);
     match control.loads.wait_for() {
         WaitFor::Nothing => return Ok(()),
+        WaitFor::Signal if is_woken(control, id, span) => return Ok(()),
         WaitFor::Signal => {
+            control.sleepers.push((id, span));
             core.changed.wait(control);
+            if let Some(place) = control.sleepers.iter().position(|sleeper| *sleeper == (id, span)) {
+                control.sleepers.swap_remove(place);
+            }
             return Ok(());
         }
         WaitFor::Buffer => {}
@@ -213,7 +228,7 @@ fn arrive(
     let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return Ok(()) };
     let mut all_done = true;
     let mut last: Option<Fence> = None;
-    for page in model.layout.spans()[span as usize].pages.clone() {
+    for page in model.layout.span(span).pages {
         let frame = model.pages[page as usize].frame;
         if frame == NONE {
             continue;
@@ -294,7 +309,7 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
     {
         let Control { frames, models, .. } = control;
         let Some(model) = models.get(id as usize).and_then(Option::as_deref) else { return };
-        for page in model.layout.spans()[span as usize].pages.clone() {
+        for page in model.layout.span(span).pages {
             let frame = model.pages[page as usize].frame;
             if frame == NONE {
                 continue;
@@ -400,7 +415,7 @@ fn span_error(control: &Control, id: u32, span: u32) -> Option<(u32, PagerError)
     if model.errors.is_empty() {
         return None;
     }
-    let mut pages = model.layout.spans()[span as usize].pages.clone();
+    let mut pages = model.layout.span(span).pages;
     pages.find_map(|page| model.errors.get(&page).map(|error| (page, error.clone())))
 }
 
@@ -408,7 +423,7 @@ fn forget_errors(control: &mut Control, id: u32, span: u32) {
     if let Some(model) = control.model_mut(id)
         && !model.errors.is_empty()
     {
-        for page in model.layout.spans()[span as usize].pages.clone() {
+        for page in model.layout.span(span).pages {
             model.errors.remove(&page);
         }
     }
@@ -416,7 +431,8 @@ fn forget_errors(control: &mut Control, id: u32, span: u32) {
 
 fn is_loading(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return false };
-    model.layout.spans()[span as usize].pages.clone().any(|page| {
+    // From the end: the last come last.
+    model.layout.span(span).pages.rev().any(|page| {
         let frame = model.pages[page as usize].frame;
         frame != NONE && control.is_present(id, page) && control.frames.info(frame).loading != 0
     })
@@ -424,7 +440,7 @@ fn is_loading(control: &Control, id: u32, span: u32) -> bool {
 
 fn is_present(control: &Control, id: u32, span: u32) -> bool {
     let Some(model) = control.model(id) else { return true };
-    model.layout.spans()[span as usize].pages.clone().all(|page| control.is_present(id, page))
+    model.layout.span(span).pages.all(|page| control.is_present(id, page))
 }
 
 /// Notes that a fault begins, or has ended, to bring bytes in.

@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::choose::choose;
 use super::convert::link_bytes;
@@ -20,7 +21,7 @@ use super::plain;
 use super::plan::{Choice, Plan, RingSize, plan};
 use super::ring;
 use crate::units::{GIB, MIB, Rate};
-use crate::weights::{LayoutOptions, PageLayout, TensorIndex, UnitId};
+use crate::weights::{LayoutOptions, PageLayout, Span, TensorIndex, UnitId};
 
 /// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
 pub const ASSUMED_LINK: Rate = Rate(25_000_000_000);
@@ -130,7 +131,7 @@ pub(super) fn compute_in_copies(page_count: u32, per_gib: std::time::Duration, l
 /// # Errors
 /// A layout that cannot be: a cast that does not exist, more pages than there can be.
 pub fn forecast(
-    index: &TensorIndex,
+    index: &Arc<TensorIndex>,
     card: &CardFacts,
     options: &PagerOptions,
     model: &ModelOptions,
@@ -154,7 +155,7 @@ pub struct CardSizes {
 /// # Errors
 /// As [`forecast`].
 pub fn card_sizes(
-    index: &TensorIndex,
+    index: &Arc<TensorIndex>,
     card: &CardFacts,
     options: &PagerOptions,
     model: &ModelOptions,
@@ -224,7 +225,7 @@ struct Seen {
 
 impl Seen {
     fn new(
-        index: &TensorIndex,
+        index: &Arc<TensorIndex>,
         card: &CardFacts,
         options: &PagerOptions,
         model: &ModelOptions,
@@ -237,16 +238,15 @@ impl Seen {
     }
 
     fn pages_of(&self, span: u32) -> Range<u32> {
-        self.layout.spans()[span as usize].pages.clone()
+        self.layout.span(span).pages
     }
 
     fn spans(&self) -> u32 {
-        u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX)
+        self.layout.span_count()
     }
 
     /// Bytes that a span needs at once: whole pages, where there are pages.
-    fn need(&self, span: usize, virtual_memory: bool) -> u64 {
-        let span = &self.layout.spans()[span];
+    fn need(&self, span: &Span, virtual_memory: bool) -> u64 {
         if virtual_memory {
             u64::from(span.pages.end - span.pages.start) * self.layout.page_bytes()
         } else {
@@ -257,11 +257,12 @@ impl Seen {
     /// The largest span, if the card cannot give so much.
     fn too_large(&self, virtual_memory: bool) -> Option<TooLarge> {
         let budget = self.budget_bytes(virtual_memory);
-        (0..self.layout.spans().len())
-            .map(|span| (self.need(span, virtual_memory), span))
+        self.layout
+            .spans()
+            .map(|span| (self.need(&span, virtual_memory), span.unit))
             .max()
             .filter(|(need_bytes, _)| *need_bytes > budget)
-            .map(|(need_bytes, span)| TooLarge { unit: self.layout.spans()[span].unit, need_bytes })
+            .map(|(need_bytes, unit)| TooLarge { unit, need_bytes })
     }
 
     /// Whether everything has room at once.
@@ -277,7 +278,7 @@ impl Seen {
             }
             pages * self.layout.page_bytes()
         } else {
-            spans.iter().map(plain::block_bytes).sum()
+            spans.map(|span| plain::block_bytes(&span)).sum()
         };
         all <= self.budget_bytes(virtual_memory)
     }
@@ -318,7 +319,7 @@ impl Seen {
         let budget = u32::try_from(self.free_bytes / page_bytes).unwrap_or(u32::MAX - 1);
         let mut found = self.blank(false);
         found.budget_bytes = u64::from(budget) * page_bytes;
-        let largest = layout.spans().iter().max_by_key(|span| span.pages.end - span.pages.start);
+        let largest = layout.spans().max_by_key(|span| span.pages.end - span.pages.start);
         found.too_large = largest.and_then(|span| {
             let pages = span.pages.end - span.pages.start;
             (pages > budget).then(|| TooLarge { unit: span.unit, need_bytes: u64::from(pages) * page_bytes })
@@ -334,7 +335,7 @@ impl Seen {
         let mut choice = Choice { keeping: Keeping::default(), ring: options.ring };
         if options.ring == RingSize::Modelled && pages > budget {
             let span = |number: u32| {
-                let bytes = &layout.spans()[number as usize].bytes;
+                let bytes = layout.span(number).bytes;
                 (pages_of(number), bytes.end - bytes.start)
             };
             let total = model
@@ -356,10 +357,7 @@ impl Seen {
         };
         found.kept_first = (0_u32..)
             .zip(layout.units())
-            .filter(|(_, unit)| {
-                let spans = &layout.spans()[unit.spans.start as usize..unit.spans.end as usize];
-                spans.iter().any(|span| is_kept_first(&span.pages))
-            })
+            .filter(|(_, unit)| unit.spans.clone().any(|span| is_kept_first(&layout.span(span).pages)))
             .map(|(unit, _)| UnitId(unit))
             .collect();
         found
@@ -369,14 +367,13 @@ impl Seen {
     fn whole(&self) -> Forecast {
         let mut found = self.blank(false);
         let plan = plain::plan_alone(&self.layout, self.free_bytes);
-        let spans = self.layout.spans();
         found.resident_bytes = plan.resident_bytes;
         found.largest_streamed_part_bytes = plan.slot_bytes;
-        let passing: Vec<usize> = (0..spans.len()).filter(|&span| !plan.resident[span]).collect();
+        let passing: Vec<u32> = (0..self.spans()).filter(|&span| !plan.resident[span as usize]).collect();
         let slots = plan.slots.min(u32::try_from(passing.len()).unwrap_or(u32::MAX));
         found.ring_bytes = u64::from(slots) * plan.slot_bytes;
         if passing.len() > slots as usize {
-            let bytes = passing.iter().map(|&span| self.layout.content_bytes(spans[span].bytes.clone()));
+            let bytes = passing.iter().map(|&span| self.layout.content_bytes(self.layout.span(span).bytes));
             found.streamed_bytes = bytes.sum();
         }
         found

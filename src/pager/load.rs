@@ -17,19 +17,21 @@
 #![deny(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::ahead::{self, Ahead};
 use super::copies::{PageSource, copy_from_mapping, copy_pages, copy_without_bytes};
 use super::core::{Control, Core};
 use super::error::PagerError;
+use super::fault;
 use super::frames::NONE;
 use super::keep;
 pub(super) use super::keep::{drop_cached, drop_kept_over_limit, drop_one_cached, kept_limit, take_buffer};
 use super::mutations::Mutation;
 use super::runs::part_of;
 use crate::staging::StagingBuffer;
-use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents};
+use crate::transfer::{MAX_JOBS, ReadJob, cut_extents, read_extents, sleeps};
 use crate::units::ModelTime;
 use crate::weights::{PageLayout, TensorIndex};
 
@@ -60,10 +62,57 @@ struct Load<R = ReadResult> {
     /// Whether it was asked for ahead.
     ahead: bool,
     state: LoadState<R>,
+    /// Whether it has its turn at the modelled disk. It waits for a reader then, and nobody's time depends on which
+    /// reader comes when.
+    booked: bool,
     /// The modelled time from which its bytes are in the buffer.
     available: ModelTime,
-    /// The modelled time from which a page waits for it.
-    wanted_at: ModelTime,
+    wants: Wants,
+}
+
+/// Which pages of a load were wanted together, and when. Each such run is a copy of its own, as it would be had the
+/// load been read by then: what is copied together must not depend on how fast readers are.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+struct Wants {
+    /// The first page of each run, ascending, and the modelled time from which it was wanted.
+    runs: [(u32, ModelTime); Wants::MOST],
+    len: usize,
+}
+
+impl Wants {
+    /// Runs that are told apart; what is wanted after so many is copied with the run before it.
+    const MOST: usize = 16;
+
+    /// Pages from `first` on are wanted from `now` on.
+    fn add(&mut self, first: u32, now: ModelTime) {
+        if self.len < Self::MOST {
+            let place = self.runs[..self.len].partition_point(|(other, _)| *other <= first);
+            self.runs.copy_within(place..self.len, place + 1);
+            self.runs[place] = (first, now);
+            self.len += 1;
+        }
+    }
+
+    /// Those of the pages from `first` on.
+    fn behind(&self, first: u32) -> Self {
+        let mut rest = Self::default();
+        let from = self.runs[..self.len].partition_point(|(run, _)| *run <= first).saturating_sub(1);
+        for (run, at) in &self.runs[from..self.len] {
+            rest.add((*run).max(first), *at);
+        }
+        rest
+    }
+
+    /// The runs of `pages`, with their times. Pages before the first count with it.
+    fn runs(&self, pages: Range<u32>) -> impl Iterator<Item = (Range<u32>, ModelTime)> {
+        let runs = self.runs;
+        let len = self.len;
+        (0..len).map(move |place| {
+            let start = if place == 0 { pages.start } else { runs[place].0.min(pages.end) };
+            let end = if place + 1 < len { runs[place + 1].0.min(pages.end) } else { pages.end };
+            (start..end, runs[place].1)
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -131,9 +180,13 @@ impl<R> Loads<R> {
         }
     }
 
-    /// Pages of loads that have a buffer and are not copied yet.
+    /// Pages of loads that have a buffer, or their turn to be read into one, and are not copied yet.
     fn pages_under_way(&self) -> u64 {
-        let counts = |load: &&Load<R>| matches!(load.state, LoadState::Reading | LoadState::Read(_));
+        let counts = |load: &&Load<R>| match load.state {
+            LoadState::Reading | LoadState::Read(_) => true,
+            LoadState::Waiting => load.booked,
+            LoadState::Cancelled => false,
+        };
         self.queue.iter().filter(counts).map(|load| u64::from(load.count)).sum()
     }
 
@@ -150,6 +203,10 @@ impl<R> Loads<R> {
     fn push(&mut self, model: u32, first: u32, count: u32, ahead: bool) -> u64 {
         let id = self.next;
         self.next += 1;
+        let mut wants = Wants::default();
+        if !ahead {
+            wants.add(first, ModelTime::ZERO);
+        }
         self.queue.push_back(Load {
             id,
             model,
@@ -158,8 +215,9 @@ impl<R> Loads<R> {
             wanted: !ahead,
             ahead,
             state: LoadState::Waiting,
+            booked: false,
             available: ModelTime::ZERO,
-            wanted_at: ModelTime::ZERO,
+            wants,
         });
         id
     }
@@ -258,22 +316,23 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
             Source::Ahead(place) => ahead::copy_run(core, control, place, page, count),
             Source::Load(place) => {
                 let load = &mut control.loads.queue[place];
-                if !std::mem::replace(&mut load.wanted, true) {
-                    load.wanted_at = core.device.now();
-                }
+                load.wanted = true;
+                load.wants.add(page, core.device.now());
                 let number = load.id;
                 await_load(control, id, page, count, number);
                 control.loads.ahead.served = true;
             }
             Source::File => {
                 // Two parts ahead is as far as the cut has to see.
-                while count < 2 * core.chunk_pages
+                let most = most_of_read(core, control, id, page);
+                while count < 2 * most
                     && page + count < end
                     && source_of(control, id, page + count).0 == Source::File
+                    && most_of_read(core, control, id, page + count) == most
                 {
                     count += 1;
                 }
-                count = part_of(count, core.chunk_pages);
+                count = part_of(count, most);
                 if !copy_from_mapping(core, control, id, page, count) {
                     let number = control.loads.ask(id, page, count);
                     await_load(control, id, page, count, number);
@@ -283,6 +342,13 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
         page += count;
     }
     pump(core, control);
+}
+
+/// Pages of one read, at most, that begins at `page`. What streams is kept in staging memory as it was read, for
+/// copies that fill the link; what stays is copied once, soon after it was read.
+pub(super) fn most_of_read(core: &Core, control: &Control, id: u32, page: u32) -> u32 {
+    let stays = control.model(id).is_none_or(|model| model.pages[page as usize].slot == NONE);
+    if stays { core.load_pages } else { core.chunk_pages }
 }
 
 /// Notes on the frames of pages which load will fill them.
@@ -329,12 +395,24 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
     let mut others = None;
     while let Some(place) = control.loads.next_waiting(from) {
         from = place + 1;
-        let count = control.loads.queue[place].count;
+        let Load { count, booked, .. } = control.loads.queue[place];
         let bytes = u64::from(count) * core.page_bytes;
-        let after = under_way + bytes;
+        let after = if booked { under_way } else { under_way + bytes };
         let reading = control.loads.reading;
-        if reading >= MOST_READS || after > read_depth(core) && reading > 0 {
+        if after > read_depth(core) && reading > 0 {
             break;
+        }
+        // Not more than are read at once: a buffer that waits for its reader is one more that the bytes are spread
+        // over, and they leave the processors' caches before they are copied.
+        if reading >= core.readers.at_once().min(MOST_READS) {
+            if !booked {
+                if after + control.cached_bytes > core.arena.limit_bytes() {
+                    break;
+                }
+                book(core, control, place);
+                under_way = after;
+            }
+            continue;
         }
         let others = others.get_or_insert_with(|| {
             control.loads.ahead.pages() * core.page_bytes + core.arena.copying_bytes().unwrap_or(0)
@@ -353,7 +431,7 @@ pub(super) fn pump(core: &Arc<Core>, control: &mut Control) {
         core.device.set_now(own_time);
         match taken {
             Ok(Some(buffer)) => {
-                under_way += u64::from(control.loads.queue[place].count) * core.page_bytes;
+                under_way = after;
                 start_read(core, control, place, buffer);
             }
             Ok(None) => break,
@@ -372,8 +450,16 @@ pub(super) fn read_depth(core: &Core) -> u64 {
 /// Bytes of staging memory that loads go through, with those that copies still read: the depth of reads, one read
 /// more, and what may be on its way to the ring while kernels use what is there.
 fn staging_depth(core: &Core, control: &Control) -> u64 {
+    if control.frames.ring.is_empty() {
+        return loading_depth(core, core.readers.at_once());
+    }
     let pages = u64::from(core.chunk_pages) + control.frames.ring.len() as u64;
     read_depth(core) + pages * core.page_bytes
+}
+
+/// The same where nothing streams, so that no copy waits for a kernel: what is copied for each read, and one more.
+fn loading_depth(core: &Core, reads: usize) -> u64 {
+    (2 * reads as u64 + 1) * u64::from(core.load_pages) * core.page_bytes
 }
 
 /// Pages that may be copied ahead of the runner now, by [`super::PagerOptions::copy_ahead_bytes`]; the ring
@@ -403,9 +489,11 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
             let (id, model) = (load.id, load.model);
             let (first, count) = (load.first + part, load.count - part);
             load.count = part;
-            let Load { wanted, ahead, available, wanted_at, .. } = *load;
+            let Load { wanted, ahead, booked, available, wants, .. } = *load;
+            let wants = wants.behind(first);
             let state = LoadState::Waiting;
-            let rest = Load { id: number, model, first, count, wanted, ahead, state, available, wanted_at };
+            let rest =
+                Load { id: number, model, first, count, wanted, ahead, state, booked, available, wants };
             control.loads.queue.insert(place + 1, rest);
             // Those of the rest's pages that wait do so for the new load.
             for page in first..first + count {
@@ -420,6 +508,16 @@ fn take_part(core: &Core, control: &mut Control, place: usize) -> Result<Option<
     Ok(None)
 }
 
+/// Gives a load its turn at the modelled disk, before there is a reader for it.
+fn book(core: &Core, control: &mut Control, place: usize) {
+    let Load { model, first, count, .. } = control.loads.queue[place];
+    let Some(model) = control.model(model) else { return };
+    let bytes = model.layout.content_bytes(page_span(core, first, count));
+    let load = &mut control.loads.queue[place];
+    load.available = core.device.schedule_read(bytes);
+    load.booked = true;
+}
+
 /// Hands a load and its buffer to a reader.
 fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) {
     let load = &control.loads.queue[place];
@@ -430,8 +528,15 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
     };
     let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
     let bytes = model.layout.content_bytes(page_span(core, first, count));
+    let Load { booked, available, .. } = control.loads.queue[place];
     // A reader that has to wait for its buffer says itself when it begins.
-    let available = if buffer.is_read() { core.device.now() } else { core.device.schedule_read(bytes) };
+    let available = if booked {
+        available
+    } else if buffer.is_read() {
+        core.device.now()
+    } else {
+        core.device.schedule_read(bytes)
+    };
     let mut job = control.loads.spare.pop().unwrap_or_default();
     *job = PageRead {
         core: Some(Arc::clone(core)),
@@ -439,9 +544,11 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
         load: number,
         first,
         count,
+        booked,
         available,
         buffer: Some(buffer),
         read: Ok(0),
+        slept: false,
     };
     control.loads.begin(place, available);
     core.readers.submit(job);
@@ -461,18 +568,19 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             }
             continue;
         }
-        // Whichever thread comes by enqueues the copy; on a modelled clock it happens when the bytes are there
+        // Whichever thread comes by enqueues the copies; on a modelled clock they happen when the bytes are there
         // and wanted.
         let own_time = core.device.now();
-        core.device.set_now(load.available.max(load.wanted_at));
         let copied = result.and_then(|(mut buffer, _)| {
-            let source = PageSource::Buffer(&buffer, pages.start);
-            let fence =
-                copy_pages(control, id, pages.clone(), load.id, source, load.available, core.page_bytes)?;
-            if let Some(fence) = fence
-                && !control.mutated.by(Mutation::StagingWithoutWait)
-            {
-                buffer.read_until(fence);
+            for (run, wanted_at) in load.wants.runs(pages.clone()) {
+                core.device.set_now(load.available.max(wanted_at));
+                let source = PageSource::Buffer(&buffer, pages.start);
+                let fence = copy_pages(control, id, run, load.id, source, load.available, core.page_bytes)?;
+                if let Some(fence) = fence
+                    && !control.mutated.by(Mutation::StagingWithoutWait)
+                {
+                    buffer.read_until(fence);
+                }
             }
             keep::settle(core, control, id, pages.clone(), buffer, unclaimed);
             Ok(())
@@ -493,6 +601,15 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             core.changed.notify_all();
         }
     }
+}
+
+/// Whether a fault that sleeps has something to do. A fault of many loads is not woken for each of them: the
+/// processor that it would take for that is the one that reads.
+fn wakes_anybody(control: &Control) -> bool {
+    let mut sleepers = control.sleepers.iter();
+    !control.sleepers.is_empty()
+        && (control.loads.wait_for() != WaitFor::Signal
+            || sleepers.any(|&(id, span)| fault::is_woken(control, id, span)))
 }
 
 /// The model addresses of a run of pages.
@@ -526,9 +643,11 @@ struct PageRead {
     load: u64,
     first: u32,
     count: u32,
+    booked: bool,
     available: ModelTime,
     buffer: Option<StagingBuffer>,
     read: Result<u64, PagerError>,
+    slept: bool,
 }
 
 impl Default for PageRead {
@@ -539,9 +658,11 @@ impl Default for PageRead {
             load: 0,
             first: 0,
             count: 0,
+            booked: false,
             available: ModelTime::ZERO,
             buffer: None,
             read: Ok(0),
+            slept: false,
         }
     }
 }
@@ -559,9 +680,15 @@ impl ReadJob for PageRead {
         self.read = match buffer.bytes_mut() {
             Ok(mut bytes) => {
                 if waits {
-                    self.available = core.device.schedule_read(layout.content_bytes(range.clone()));
+                    self.available = if self.booked {
+                        core.device.now()
+                    } else {
+                        core.device.schedule_read(layout.content_bytes(range.clone()))
+                    };
                 }
-                let read = read_extents(index, cut_extents(layout, range, core.page_bytes), base, &mut bytes);
+                let extents = cut_extents(layout, range, core.page_bytes);
+                let (read, slept) = sleeps(|| read_extents(index, extents, base, &mut bytes));
+                self.slept = slept;
                 if core.options.mutated().by(Mutation::CopyWhileRead) {
                     // It goes on writing, as far as anybody was told.
                     std::mem::forget(bytes);
@@ -570,6 +697,10 @@ impl ReadJob for PageRead {
             }
             Err(error) => Err(error.into()),
         };
+    }
+
+    fn slept(&self) -> bool {
+        self.slept
     }
 
     fn complete(mut self: Box<Self>, panic: Option<String>) {
@@ -596,8 +727,11 @@ impl ReadJob for PageRead {
         }
         control.loads.finish(load, available, result);
         pump(&core, &mut control);
+        let wakes = wakes_anybody(&control);
         drop(control);
-        core.changed.notify_all();
+        if wakes {
+            core.changed.notify_all();
+        }
     }
 }
 

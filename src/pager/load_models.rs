@@ -68,6 +68,10 @@ impl ReadJob for Job {
         }
     }
 
+    fn slept(&self) -> bool {
+        false
+    }
+
     fn complete(mut self: Box<Self>, panic: Option<String>) {
         let mut control = self.pager.control.lock().unwrap();
         let result = self.buffer.take().filter(|_| panic.is_none()).ok_or(());
@@ -91,7 +95,7 @@ fn pump(pager: &Arc<Pager>, control: &mut Control) {
             let load = &control.loads.queue[place];
             let (load, fate) = (load.id, control.fates[load.model as usize]);
             let job = Job { pager: Arc::clone(pager), load, fate, buffer: Some(buffer) };
-            thread::spawn(move || do_job(Box::new(job)));
+            thread::spawn(move || do_job(Box::new(job), |_| {}));
         }
         let mut went_on = false;
         while let Some((load, result)) = control.loads.pop_read() {

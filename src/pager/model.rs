@@ -26,7 +26,7 @@ use super::streams::PagerStream;
 use super::word::SpanWord;
 use super::words::Words;
 use crate::units::{DeviceAddress, DeviceRange};
-use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
+use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId, UnitLayout};
 
 /// How long a fault that may wait does so, while nobody releases anything, before it takes memory that
 /// others still need.
@@ -143,7 +143,7 @@ impl PagedModel {
     /// The hit of a unit of one span without patches; `None`, and nothing pinned, for all else.
     #[inline]
     fn hit(&self, unit: UnitId, stream: &PagerStream) -> Option<Pinned> {
-        let spans = &self.layout.units().get(unit.index())?.spans;
+        let spans = self.layout.spans_of_unit(unit)?;
         let span = spans.start;
         if spans.end - span != 1 || !Arc::ptr_eq(&stream.core, self.core()) {
             return None;
@@ -246,9 +246,9 @@ impl PagedModel {
     /// The device address that a unit has for the model's whole life; `None` on a device without virtual
     /// memory calls, where an address holds for its guard only (see [`Pager::stable_addresses`]).
     pub fn unit_address(&self, unit: UnitId) -> Option<DeviceAddress> {
-        let place = self.layout.units().get(unit.index())?;
+        let span = self.layout.spans_of_unit(unit)?.start;
         match &self.addresses {
-            Addresses::Stable(range) => Some(range.start.offset(place.bytes.start)),
+            Addresses::Stable(range) => Some(range.start.offset(self.layout.span(span).bytes.start)),
             Addresses::OfGuards(_) => None,
         }
     }
@@ -305,20 +305,20 @@ impl PagedModel {
         }
         let stream = self.pager.stream()?;
         let set = self.attached();
-        for span in 0..u32::try_from(self.layout.spans().len()).unwrap_or(u32::MAX) {
+        for span in 0..self.layout.span_count() {
             let stays = {
                 let control = self.core().control.lock();
                 control.model(self.id).is_some_and(|model| {
                     if let Some(own) = &model.plain {
                         return own.stays(span);
                     }
-                    let pages = self.layout.spans()[span as usize].pages.clone();
+                    let pages = self.layout.span(span).pages;
                     pages.into_iter().all(|page| model.order.rank(page) < model.plan.resident)
                 })
             };
             if stays {
                 let streamed = Streamed::one(self.pin_span(span, &stream, set.as_ref(), Patience::None)?);
-                let unit = self.layout.spans()[span as usize].unit;
+                let unit = self.layout.span(span).unit;
                 Pinned::new(unit, span..span + 1, streamed).release(self, &stream);
             }
         }
@@ -534,7 +534,7 @@ impl PagedModel {
     fn fault_whole(&self, unit: UnitId) -> Result<(), PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
-        let bytes = self.layout.units()[unit.index()].bytes.clone();
+        let UnitLayout { bytes, spans } = self.layout.unit(unit);
         if u64::from(control.budget) * core.page_bytes < bytes.end - bytes.start {
             // A refusal should give the figures of now.
             reclaim::refresh_budget(core, &mut control, true)?;
@@ -546,9 +546,8 @@ impl PagedModel {
         let pages = bytes.end.div_ceil(core.page_bytes) - bytes.start / core.page_bytes;
         if pages > u64::from(budget) || !whole_pieces {
             // A block holds one piece, and kernels need a tensor in one run.
-            let largest = self.layout.units()[unit.index()].spans.clone();
-            let largest = largest.map(|span| {
-                let span = &self.layout.spans()[span as usize].bytes;
+            let largest = spans.clone().map(|span| {
+                let span = self.layout.span(span).bytes;
                 span.end - span.start
             });
             let limit =
@@ -558,7 +557,7 @@ impl PagedModel {
                 what: format!(
                     "unit {} as a whole ({} pieces of it would fit, see fault_piece)",
                     self.index.unit_info(unit).name,
-                    self.layout.units()[unit.index()].spans.len()
+                    spans.len()
                 ),
                 device: core.device.info().name.clone(),
                 need: pages * core.page_bytes,
@@ -570,7 +569,6 @@ impl PagedModel {
             return Ok(());
         }
         model.whole_units.insert(unit.0);
-        model.groups = super::core::ModelState::make_groups(&model.layout, &model.whole_units);
         model.choices.forget();
         reclaim::replan(core, &mut control, self.id, true)
     }
@@ -587,8 +585,8 @@ impl PagedModel {
 
     #[inline]
     fn spans(&self, unit: UnitId) -> Result<std::ops::Range<u32>, PagerError> {
-        let place = self.layout.units().get(unit.index());
-        place.map(|unit| unit.spans.clone()).ok_or_else(|| self.not_found(format!("unit number {}", unit.0)))
+        let spans = self.layout.spans_of_unit(unit);
+        spans.ok_or_else(|| self.not_found(format!("unit number {}", unit.0)))
     }
 
     pub(super) fn not_found(&self, what: String) -> PagerError {
@@ -611,13 +609,13 @@ impl PagedModel {
     fn view_of(&self, pinned: &Pinned, tensor: TensorId) -> Option<TensorView<'_>> {
         let info = self.index.tensor_info(tensor);
         let place = self.layout.tensor_at(tensor);
-        let whole = self.layout.units()[pinned.unit.index()].spans == pinned.spans();
+        let whole = self.layout.spans_of_unit(pinned.unit) == Some(pinned.spans());
         let (at, bytes, rows) = if whole {
             (place.at, place.bytes, 0..info.shape.first().copied().unwrap_or(1))
         } else {
             let mut found: Option<(u64, u64, std::ops::Range<u64>)> = None;
             for span in pinned.spans() {
-                let parts = self.layout.parts_of(&self.index, span);
+                let parts = self.layout.parts_of(span);
                 for part in parts.filter(|part| part.tensor == tensor) {
                     found = Some(match found {
                         None => (part.at, part.bytes, part.rows),
@@ -648,7 +646,7 @@ impl PagedModel {
             // Without virtual memory calls one span is pinned at a time: pieces are taken one by one.
             Addresses::OfGuards(addresses) => {
                 let span = pinned.spans().start;
-                let first = self.layout.spans().get(span as usize).map_or(at, |span| span.bytes.start);
+                let first = self.layout.span(span).bytes.start;
                 plain::address(addresses, span, first, at)
             }
         }

@@ -21,12 +21,16 @@ pub struct PagerOptions {
     pub page_locked_bytes: Option<u64>,
     /// The ring's size.
     pub ring: RingSize,
-    /// Threads that read files.
+    /// Threads that read files. As many of them as half of the processors read at once what the system has in
+    /// memory; all of them read what has to come from a disk.
     pub readers: usize,
     /// Streams that copies run on.
     pub copy_streams: usize,
     /// Bytes of one read and one copy at most, in whole pages.
     pub chunk_bytes: u64,
+    /// The same for pages that stay on the card, and not more than that. They are copied once, as soon as they
+    /// were read: in smaller pieces a reader's bytes are still in the processors' caches when they are copied.
+    pub load_bytes: u64,
     /// How far reads may be ahead of copies: bytes that were read into staging memory, or are being read,
     /// and that are not on their way to the card yet. What a fault asks for is read in any case, in turn; 0
     /// reads nothing ahead of a fault or of prefetch.
@@ -75,6 +79,7 @@ impl Default for PagerOptions {
             readers: 2,
             copy_streams: 1,
             chunk_bytes: 8 << 20,
+            load_bytes: 4 << 20,
             read_ahead_bytes: 32 << 20,
             copy_ahead_bytes: None,
             prefetch_loads: 8,

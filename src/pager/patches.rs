@@ -82,10 +82,9 @@ impl PatchSet {
             by_tensor.entry(patch.tensor).or_default().push(patch);
         }
         let version = NEXT.fetch_add(1, Ordering::Relaxed) % MAX_VERSION + 1;
-        let spans = (0_u32..)
-            .zip(layout.spans())
-            .map(|(span, _)| {
-                let mut parts = layout.parts_of(index, span);
+        let spans = (0..layout.span_count())
+            .map(|span| {
+                let mut parts = layout.parts_of(span);
                 let touched = parts.any(|part| by_tensor.contains_key(&part.tensor));
                 if touched { version } else { 0 }
             })

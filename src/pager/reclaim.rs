@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 use std::cmp::Reverse;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -285,14 +286,16 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     let fits_beside = pages.saturating_add(others_ring) <= frames;
     // Where it does not fit, at least the others' ring is there already, and cannot be resident pages.
     let frames_planned = if fits_beside { frames } else { frames.min(pages.saturating_sub(1)) };
+    // Not kept: it is 8 bytes a span, and what plans looks at each of its pages anyway.
+    let groups = ModelState::make_groups(&model.layout, &model.whole_units);
     if core.options.ring == RingSize::Modelled && !fits_beside {
-        choose_anew(core, model, frames_planned);
+        choose_anew(core, model, &groups, frames_planned);
     }
-    let mut new = plan(&model.order, &model.groups, frames_planned, model.choice.ring);
+    let mut new = plan(&model.order, &groups, frames_planned, model.choice.ring);
     // Each of several faults at once needs its part, and one more part arrives meanwhile.
     let for_all = new.largest_part.saturating_mul(model.together + 1).min(frames_planned);
     if core.options.ring == RingSize::Modelled && model.together > 1 && for_all > new.ring {
-        new = plan(&model.order, &model.groups, frames_planned, RingSize::Pages(for_all));
+        new = plan(&model.order, &groups, frames_planned, RingSize::Pages(for_all));
     }
     if !fits_beside {
         new.resident = new.resident.min(frames.saturating_sub(others_ring));
@@ -342,15 +345,15 @@ fn leave_old_slots(control: &mut Control, id: u32) {
 }
 
 /// Takes the choice of ring and of pages kept first that is for about this many frames.
-fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
+fn choose_anew(core: &Core, model: &mut ModelState, groups: &[Range<u32>], frames: u32) {
     let layout = Arc::clone(&model.layout);
-    let pages_of = |span: u32| layout.spans()[span as usize].pages.clone();
+    let pages_of = |span: u32| layout.span(span).pages;
     let choice = model.choices.for_about(frames, || {
         let spans = model.order.spans();
         let order_with =
             |keeping: &Keeping| PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, keeping);
         let span = |span: u32| {
-            let bytes = &layout.spans()[span as usize].bytes;
+            let bytes = layout.span(span).bytes;
             (pages_of(span), bytes.end - bytes.start)
         };
         let link = core.device.info().link;
@@ -359,7 +362,7 @@ fn choose_anew(core: &Core, model: &mut ModelState, frames: u32) {
             model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
         let compute = Compute { total, spans: model.measure.seconds(), copy };
         let most = core.options.ahead_pages(core.page_bytes);
-        choose(order_with, &model.groups, span, frames, most, &compute)
+        choose(order_with, groups, span, frames, most, &compute)
     });
     let Some(choice) = choice else { return };
     let other_order = choice.keeping != model.choice.keeping;
@@ -592,7 +595,8 @@ pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceEr
         .collect();
     // Unmaps everything, then frees the range.
     drop(model);
-    for frame in own {
+    // The last first, so that the next model's pages take them in the order in which they lie: neighbours are one call.
+    for frame in own.into_iter().rev() {
         frames.make_idle(frame);
     }
     result

@@ -81,7 +81,7 @@ impl Recorder {
             card.record_operations(MOST);
         }
         let layout = model.layout();
-        let steps = layout.spans().len() as u64 * u64::from(passes);
+        let steps = u64::from(layout.span_count()) * u64::from(passes);
         let counts = model.counts();
         let heard = Heard {
             residency: ResidencyMap::new(layout.page_count(), steps),
@@ -240,17 +240,17 @@ impl Recording {
 
 /// The units whose bytes lie at an address; none where addresses do not tell.
 fn units_of(model: &PagedModel, range: DeviceRange) -> Option<std::ops::Range<u32>> {
-    let units = model.layout().units();
-    let base = model.unit_address(UnitId(0))?.0.checked_sub(units.first()?.bytes.start)?;
-    let start = range.start.0.checked_sub(base)?;
-    if start >= model.layout().address_bytes() {
+    let layout = model.layout();
+    // The first unit begins where the model does.
+    let start = range.start.0.checked_sub(model.unit_address(UnitId(0))?.0)?;
+    if start >= layout.address_bytes() {
         return None;
     }
-    let end = start.saturating_add(range.bytes);
-    let first = units.partition_point(|unit| unit.bytes.end <= start);
-    let last = units.partition_point(|unit| unit.bytes.start < end);
-    let place = |place: usize| u32::try_from(place).unwrap_or(u32::MAX);
-    Some(place(first)..place(last.max(first + 1)))
+    let spans = layout.spans_in(start..start.saturating_add(range.bytes));
+    let last = layout.span_count().checked_sub(1)?;
+    let unit = |span: u32| layout.span(span.min(last)).unit.0;
+    let first = unit(spans.start);
+    Some(first..unit(spans.end.saturating_sub(1)).max(first) + 1)
 }
 
 /// Gives each operation of the journal its unit. `copied` are the bytes that the passes copied: what comes

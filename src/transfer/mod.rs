@@ -12,4 +12,4 @@ pub use convert::{cast_bytes, cut_extents, float_type, is_cast_on_card, read_ext
 pub use engine::{Batch, CopyEngine};
 #[cfg(all(test, loom))]
 pub(crate) use reader::do_job;
-pub use reader::{MAX_JOBS, ReadJob, ReaderPool, ReaderQueue};
+pub use reader::{MAX_JOBS, ReadJob, ReaderPool, ReaderQueue, sleeps};

@@ -9,14 +9,16 @@
 //! Pure: built once from an index, immutable, no lock. What lies at an address is found in sorted lists of
 //! spans and tensors; a landmark for every 32 pages says where to look, so that a lookup costs the same in a
 //! list of any length and touches few cache lines. That is a quarter of a byte a page, and all that is kept
-//! per page.
+//! per page. An entry of the lists says where something ends, 16 bytes for a span and for a tensor: where it
+//! begins follows from the one before it, and what the index knows is asked there.
 //! May import the modules beside it.
 
 #![deny(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use super::cut::{Piece, cut_unit};
+use super::cut::{Part, Piece, cut_unit};
 use super::dtype::Dtype;
 use super::error::WeightsError;
 use super::index::{TensorId, TensorIndex, TensorInfo, UnitId};
@@ -64,9 +66,6 @@ pub struct Span {
     pub bytes: Range<u64>,
     /// The pages that those addresses touch; empty if there are none.
     pub pages: Range<u32>,
-    /// Its runs of rows among those of all units that are cut; empty for a whole unit. See
-    /// [`PageLayout::parts_of`].
-    parts: Range<u32>,
 }
 
 /// Some rows of a tensor in a span; all of them unless the span is a piece of a unit.
@@ -117,13 +116,16 @@ pub struct Extent {
 /// A model laid out in pages.
 #[derive(Clone, Debug)]
 pub struct PageLayout {
+    index: Arc<TensorIndex>,
+    compute: Option<Dtype>,
     page_bytes: u64,
     page_count: u32,
     total_bytes: u64,
-    units: Vec<UnitLayout>,
-    spans: Vec<Span>,
-    /// Of units that are cut only: what a whole one consists of is known without.
-    parts: Vec<TensorPart>,
+    /// Each unit's first span, and behind the last one the number of spans.
+    first_spans: Vec<u32>,
+    spans: Vec<SpanEnd>,
+    /// Of units that are cut only, by span: what a whole one consists of is known without.
+    parts: Vec<CutPart>,
     /// In address order.
     placed: Vec<Placed>,
     /// Each tensor's place in `placed`; empty where that is the tensor's own number, as in most files.
@@ -133,17 +135,40 @@ pub struct PageLayout {
     placed_near: Landmarks,
 }
 
-/// A tensor in the address space, with all that an extent needs to know.
+/// A span, by where it ends: it begins there where the one before it ends, or as [`aligned`] if that is of
+/// another unit.
 #[derive(Clone, Copy, Debug)]
-struct Placed {
+struct SpanEnd {
+    end: u64,
+    /// The page border at or behind `end`.
+    pages_end: u32,
+    unit: UnitId,
+}
+
+/// Some rows of a tensor of a unit that is cut.
+#[derive(Clone, Debug)]
+struct CutPart {
+    span: u32,
+    tensor: TensorId,
+    rows: Range<u64>,
     at: u64,
     bytes: u64,
-    /// The tensors' bytes, without padding, at all lower addresses.
-    content_before: u64,
-    file_offset: u64,
-    file: u32,
+}
+
+/// A tensor, by where it ends: it begins where the one before it ends, as [`aligned`].
+#[derive(Clone, Copy, Debug)]
+struct Placed {
+    end: u64,
+    /// Bytes of padding at all addresses below its first.
+    padding: u32,
     tensor: TensorId,
-    from: Dtype,
+}
+
+/// A tensor in the address space, with all that an extent needs to know.
+struct Placing<'a> {
+    id: TensorId,
+    bytes: Range<u64>,
+    info: &'a TensorInfo,
     to: Dtype,
 }
 
@@ -152,15 +177,17 @@ impl PageLayout {
     ///
     /// # Errors
     /// [`WeightsError::Layout`] for a page size that is 0 or no multiple of [`TENSOR_ALIGNMENT`], a piece
-    /// size of 0, a compute type that is not floating point, and a model of more than 2^32 pages or 2^64
-    /// bytes.
-    pub fn new(index: &TensorIndex, options: &LayoutOptions) -> Result<Self, WeightsError> {
+    /// size of 0, a compute type that is not floating point, and a model of more than 2^32 pages, 2^64
+    /// bytes, or 2^32 bytes of padding.
+    pub fn new(index: &Arc<TensorIndex>, options: &LayoutOptions) -> Result<Self, WeightsError> {
         check_options(options)?;
         let mut layout = Self {
+            index: Arc::clone(index),
+            compute: options.compute,
             page_bytes: options.page_bytes,
             page_count: 0,
             total_bytes: 0,
-            units: Vec::with_capacity(index.units().len()),
+            first_spans: Vec::with_capacity(index.units().len() + 1),
             spans: Vec::with_capacity(index.units().len()),
             parts: Vec::new(),
             placed: Vec::with_capacity(index.tensors().len()),
@@ -170,8 +197,10 @@ impl PageLayout {
         };
         let mut end = 0;
         for (id, unit) in (0..).map(UnitId).zip(index.units()) {
+            layout.first_spans.push(number(layout.spans.len())?);
             end = layout.add_unit(index, id, &unit.tensors, end, options)?;
         }
+        layout.first_spans.push(number(layout.spans.len())?);
         let pages = end.div_ceil(options.page_bytes);
         layout.page_count = u32::try_from(pages).map_err(|_| {
             refuse(format!(
@@ -180,7 +209,8 @@ impl PageLayout {
             ))
         })?;
         for span in &mut layout.spans {
-            span.pages = pages_of(&span.bytes, options.page_bytes);
+            // It fits, since the number of pages does.
+            span.pages_end = u32::try_from(span.end.div_ceil(options.page_bytes)).unwrap_or(u32::MAX);
         }
         if (0..).zip(&layout.place_of).all(|(number, place)| number == *place) {
             layout.place_of = Vec::new();
@@ -189,8 +219,8 @@ impl PageLayout {
         layout.spans.shrink_to_fit();
         layout.parts.shrink_to_fit();
         let ends = |ends: &mut dyn Iterator<Item = u64>| Landmarks::new(ends, options.page_bytes, end);
-        layout.spans_near = ends(&mut layout.spans.iter().map(|span| span.bytes.end));
-        layout.placed_near = ends(&mut layout.placed.iter().map(|placed| placed.at + placed.bytes));
+        layout.spans_near = ends(&mut layout.spans.iter().map(|span| span.end));
+        layout.placed_near = ends(&mut layout.placed.iter().map(|placed| placed.end));
         Ok(layout)
     }
 
@@ -204,69 +234,44 @@ impl PageLayout {
         options: &LayoutOptions,
     ) -> Result<u64, WeightsError> {
         let too_large = || refuse("the model exceeds 2^64 bytes".to_owned());
-        let mut pieces = Vec::with_capacity(tensors.len());
-        let mut unit_bytes = 0_u64;
-        for &id in tensors {
-            let info = index.tensor_info(id);
-            let bytes = device_bytes(info, options.compute).ok_or_else(too_large)?;
-            let at = unit_bytes.checked_next_multiple_of(TENSOR_ALIGNMENT).ok_or_else(too_large)?;
-            unit_bytes = at.checked_add(bytes).ok_or_else(too_large)?;
-            pieces.push(Piece { at, bytes, rows: info.shape.first().copied().unwrap_or(1) });
-        }
         let start = end.checked_next_multiple_of(TENSOR_ALIGNMENT).ok_or_else(too_large)?;
-        let unit_end = start.checked_add(unit_bytes).ok_or_else(too_large)?;
-
-        for (&tensor, piece) in tensors.iter().zip(&pieces) {
+        let mut pieces = Vec::with_capacity(tensors.len());
+        let mut unit_end = start;
+        for &tensor in tensors {
             let info = index.tensor_info(tensor);
+            let bytes = device_bytes(info, options.compute).ok_or_else(too_large)?;
+            let at = unit_end.checked_next_multiple_of(TENSOR_ALIGNMENT).ok_or_else(too_large)?;
+            unit_end = at.checked_add(bytes).ok_or_else(too_large)?;
+            pieces.push(Piece { at: at - start, bytes, rows: info.shape.first().copied().unwrap_or(1) });
             self.place_of[tensor.index()] = number(self.placed.len())?;
-            self.placed.push(Placed {
-                at: start + piece.at,
-                bytes: piece.bytes,
-                content_before: self.total_bytes,
-                file_offset: info.offset,
-                file: info.file,
-                tensor,
-                from: info.dtype,
-                to: device_dtype(info.dtype, options.compute),
-            });
-            self.total_bytes += piece.bytes;
+            let padding = u32::try_from(at - self.total_bytes).map_err(|_| {
+                refuse("more than 2^32 bytes lie between tensors; the model has too many".to_owned())
+            })?;
+            self.placed.push(Placed { end: unit_end, padding, tensor });
+            self.total_bytes += bytes;
         }
 
         let (first_span, first_part) = (self.spans.len(), self.parts.len());
         let (spans, parts) = (&mut self.spans, &mut self.parts);
+        let unit_bytes = unit_end - start;
         let limit = if unit_bytes <= options.whole_bytes { u64::MAX } else { options.piece_bytes };
         cut_unit(&pieces, unit_bytes, limit, |part| {
+            let at = start + part.at;
             if part.begins_span {
-                // Its end and its part numbers are set below, when all are known to fit.
-                let at = start + part.at;
-                spans.push(Span { unit, bytes: at..at, pages: 0..0, parts: 0..0 });
+                if let Some(before) = spans[first_span..].last_mut() {
+                    before.end = at;
+                }
+                // Its pages are set when all are known to fit.
+                spans.push(SpanEnd { end: unit_end, pages_end: 0, unit });
             }
-            if let Some(span) = spans.last_mut() {
-                span.parts.end += 1;
-            }
-            parts.push(TensorPart {
-                tensor: tensors[part.tensor],
-                rows: part.rows,
-                at: start + part.at,
-                bytes: part.bytes,
-            });
+            // Whether it fits is seen when the unit behind it is placed.
+            let span = u32::try_from(spans.len().saturating_sub(1)).unwrap_or(u32::MAX);
+            let Part { tensor, rows, bytes, .. } = part;
+            parts.push(CutPart { span, tensor: tensors[tensor], rows, at, bytes });
         });
-        number(self.parts.len())?;
-        let spans = number(first_span)?..number(self.spans.len())?;
-        let mut next_part = number(self.parts.len())?;
-        let mut next_start = unit_end;
-        for span in self.spans[first_span..].iter_mut().rev() {
-            let count = span.parts.end;
-            span.parts = next_part - count..next_part;
-            span.bytes.end = next_start;
-            next_part -= count;
-            next_start = span.bytes.start;
-        }
-        if let [whole] = &mut self.spans[first_span..] {
-            whole.parts = 0..0;
+        if self.spans.len() - first_span == 1 {
             self.parts.truncate(first_part);
         }
-        self.units.push(UnitLayout { bytes: start..unit_end, spans });
         Ok(unit_end)
     }
 
@@ -290,36 +295,104 @@ impl PageLayout {
         u64::from(self.page_count) * self.page_bytes
     }
 
+    /// The index that was laid out.
+    pub fn index(&self) -> &Arc<TensorIndex> {
+        &self.index
+    }
+
     /// The units' places, by [`UnitId`] and in address order.
+    pub fn units(&self) -> impl ExactSizeIterator<Item = UnitLayout> + Clone + '_ {
+        self.first_spans.windows(2).map(|spans| self.placed_unit(spans[0]..spans[1]))
+    }
+
+    /// A unit's place.
+    ///
+    /// # Panics
+    /// If `unit` is of another index that has more units.
+    pub fn unit(&self, unit: UnitId) -> UnitLayout {
+        self.placed_unit(self.first_spans[unit.index()]..self.first_spans[unit.index() + 1])
+    }
+
+    fn placed_unit(&self, spans: Range<u32>) -> UnitLayout {
+        let start = self.start_of_span(spans.start as usize);
+        let last = spans.clone().next_back();
+        UnitLayout { bytes: start..last.map_or(start, |last| self.spans[last as usize].end), spans }
+    }
+
+    /// The spans of a unit; `None` if there is no such unit.
     #[inline]
-    pub fn units(&self) -> &[UnitLayout] {
-        &self.units
+    pub fn spans_of_unit(&self, unit: UnitId) -> Option<Range<u32>> {
+        match self.first_spans.get(unit.index()..)? {
+            [first, end, ..] => Some(*first..*end),
+            _ => None,
+        }
+    }
+
+    /// The last unit that begins at or before a model address; `None` if there are no units.
+    pub fn unit_at(&self, address: u64) -> Option<UnitId> {
+        let spans = self.spans_in(address..address.saturating_add(1));
+        // Behind every span's end, or in the padding before the next one.
+        let last = spans.end.checked_sub(1)?;
+        Some(self.spans[last as usize].unit)
+    }
+
+    /// How many spans there are.
+    #[inline]
+    pub fn span_count(&self) -> u32 {
+        // It fits: that was checked when they were made.
+        u32::try_from(self.spans.len()).unwrap_or(u32::MAX)
     }
 
     /// All spans, in address order.
-    #[inline]
-    pub fn spans(&self) -> &[Span] {
-        &self.spans
+    pub fn spans(&self) -> impl ExactSizeIterator<Item = Span> + DoubleEndedIterator + Clone + '_ {
+        (0..self.spans.len()).map(|span| self.placed_span(span))
     }
 
-    /// The tensors of a span, or their rows in it, in address order. `index` is the one that was laid out.
+    /// A span, by its place in [`Self::spans`].
     ///
     /// # Panics
-    /// If `span` is no place in [`Self::spans`], or `index` another one.
-    pub fn parts_of<'a>(
-        &'a self,
-        index: &'a TensorIndex,
-        span: u32,
-    ) -> impl Iterator<Item = TensorPart> + 'a {
-        let span = &self.spans[span as usize];
-        let parts = &self.parts[span.parts.start as usize..span.parts.end as usize];
-        let whole = if parts.is_empty() { &index.unit_info(span.unit).tensors[..] } else { &[] };
+    /// If there is no such span.
+    #[inline]
+    pub fn span(&self, span: u32) -> Span {
+        self.placed_span(span as usize)
+    }
+
+    fn placed_span(&self, place: usize) -> Span {
+        let SpanEnd { end, pages_end, unit } = self.spans[place];
+        let start = self.start_of_span(place);
+        // It begins in the page that the one before it ends in, or on the border behind that page.
+        let border = place.checked_sub(1).map_or(0, |before| self.spans[before].pages_end);
+        let first = border - u32::from(u64::from(border) * self.page_bytes > start);
+        let pages = first..if start < end { pages_end } else { first };
+        Span { unit, bytes: start..end, pages }
+    }
+
+    #[inline]
+    fn start_of_span(&self, place: usize) -> u64 {
+        let Some(before) = place.checked_sub(1).map(|before| &self.spans[before]) else { return 0 };
+        if before.unit == self.spans[place].unit { before.end } else { aligned(before.end) }
+    }
+
+    /// The tensors of a span, or their rows in it, in address order.
+    ///
+    /// # Panics
+    /// If `span` is no place in [`Self::spans`].
+    pub fn parts_of(&self, span: u32) -> impl Iterator<Item = TensorPart> + '_ {
+        let first = self.parts.partition_point(|part| part.span < span);
+        let parts = self.parts[first..].iter().take_while(move |part| part.span == span);
+        let is_whole = parts.clone().next().is_none();
+        let unit = self.spans[span as usize].unit;
+        let whole = if is_whole { &self.index.unit_info(unit).tensors[..] } else { &[] };
         let all_of = |&tensor: &TensorId| {
             let place = self.tensor_at(tensor);
-            let rows = 0..index.tensor_info(tensor).shape.first().copied().unwrap_or(1);
+            let rows = 0..self.index.tensor_info(tensor).shape.first().copied().unwrap_or(1);
             TensorPart { tensor, rows, at: place.at, bytes: place.bytes }
         };
-        parts.iter().cloned().chain(whole.iter().map(all_of))
+        let cut = |part: &CutPart| {
+            let CutPart { tensor, at, bytes, .. } = *part;
+            TensorPart { tensor, rows: part.rows.clone(), at, bytes }
+        };
+        parts.map(cut).chain(whole.iter().map(all_of))
     }
 
     /// A tensor's place.
@@ -328,8 +401,20 @@ impl PageLayout {
     /// If `tensor` is of another index that has more tensors.
     pub fn tensor_at(&self, tensor: TensorId) -> TensorPlace {
         let place = self.place_of.get(tensor.index()).map_or(tensor.index(), |place| *place as usize);
-        let placed = &self.placed[place];
-        TensorPlace { at: placed.at, bytes: placed.bytes, dtype: placed.to }
+        let Placing { bytes, to, .. } = self.placing(place);
+        TensorPlace { at: bytes.start, bytes: bytes.end - bytes.start, dtype: to }
+    }
+
+    fn placing(&self, place: usize) -> Placing<'_> {
+        let Placed { end, tensor, .. } = self.placed[place];
+        let info = self.index.tensor_info(tensor);
+        let to = device_dtype(info.dtype, self.compute);
+        Placing { id: tensor, bytes: self.start_of_placed(place)..end, info, to }
+    }
+
+    #[inline]
+    fn start_of_placed(&self, place: usize) -> u64 {
+        place.checked_sub(1).map_or(0, |before| aligned(self.placed[before].end))
     }
 
     /// The model addresses of a page; the last page is whole too.
@@ -342,12 +427,20 @@ impl PageLayout {
     ///
     /// A span without bytes may lie among them; its own [`Span::pages`] is empty.
     pub fn spans_of_page(&self, page: u32) -> Range<u32> {
-        let bytes = self.page_range(page);
-        let first = self.spans_near.first(&self.spans, bytes.start, |span| span.bytes.end);
-        let touching = self.spans[first..].iter().take_while(|span| span.bytes.start < bytes.end).count();
+        self.spans_in(self.page_range(page))
+    }
+
+    /// The spans that touch a run of model addresses, as [`Self::spans_of_page`]: none, but a place among them,
+    /// where only padding does.
+    pub fn spans_in(&self, range: Range<u64>) -> Range<u32> {
+        let first = self.spans_near.first(&self.spans, range.start, |span| span.end);
+        let mut end = first;
+        while end < self.spans.len() && self.start_of_span(end) < range.end {
+            end += 1;
+        }
         // Both fit: the number of spans was checked when they were made.
         let place = |place: usize| u32::try_from(place).unwrap_or(u32::MAX);
-        place(first)..place(first + touching)
+        place(first)..place(end)
     }
 
     /// The tensors' bytes in a page, without padding.
@@ -361,9 +454,9 @@ impl PageLayout {
     }
 
     fn content_before(&self, at: u64) -> u64 {
-        let next = self.placed_near.first(&self.placed, at, |placed| placed.at + placed.bytes);
+        let next = self.placed_near.first(&self.placed, at, |placed| placed.end);
         match self.placed.get(next) {
-            Some(placed) => placed.content_before + at.saturating_sub(placed.at),
+            Some(placed) => at.max(self.start_of_placed(next)) - u64::from(placed.padding),
             None => self.total_bytes,
         }
     }
@@ -374,15 +467,17 @@ impl PageLayout {
     /// whose borders do, an element belongs to the run that its first byte lies in, so that the extents
     /// of adjacent runs still cover every element once. Types of 4 and 6 bits are taken as bytes.
     pub fn extents(&self, range: Range<u64>) -> Extents<'_> {
-        let first = self.placed_near.first(&self.placed, range.start, |placed| placed.at + placed.bytes);
-        Extents { rest: self.placed.get(first..).unwrap_or_default(), range }
+        let next = self.placed_near.first(&self.placed, range.start, |placed| placed.end);
+        Extents { layout: self, next, range }
     }
 }
 
 /// What [`PageLayout::extents`] gives.
 #[derive(Clone, Debug)]
 pub struct Extents<'a> {
-    rest: &'a [Placed],
+    layout: &'a PageLayout,
+    /// A place in the layout's `placed`.
+    next: usize,
     range: Range<u64>,
 }
 
@@ -390,13 +485,11 @@ impl Iterator for Extents<'_> {
     type Item = Extent;
 
     fn next(&mut self) -> Option<Extent> {
-        while let Some((placed, rest)) = self.rest.split_first() {
-            if placed.at >= self.range.end {
-                self.rest = &[];
-                return None;
-            }
-            self.rest = rest;
-            if let Some(extent) = placed.cut(&self.range) {
+        let layout = self.layout;
+        while self.next < layout.placed.len() && layout.start_of_placed(self.next) < self.range.end {
+            let placing = layout.placing(self.next);
+            self.next += 1;
+            if let Some(extent) = placing.cut(&self.range) {
                 return Some(extent);
             }
         }
@@ -404,28 +497,34 @@ impl Iterator for Extents<'_> {
     }
 }
 
-impl Placed {
+impl Placing<'_> {
     /// The part of the tensor whose elements begin in `range`, if there is any.
     fn cut(&self, range: &Range<u64>) -> Option<Extent> {
+        let (from_type, start) = (self.info.dtype, self.bytes.start);
         let to = self.to.byte_size().unwrap_or(1);
-        let from = self.from.byte_size().unwrap_or(1);
-        let element = |at: u64| at.saturating_sub(self.at).min(self.bytes).div_ceil(to);
+        let from = from_type.byte_size().unwrap_or(1);
+        let element = |at: u64| (at.min(self.bytes.end).saturating_sub(start)).div_ceil(to);
         let elements = element(range.start)..element(range.end);
         if elements.is_empty() {
             return None;
         }
         let count = elements.end - elements.start;
         Some(Extent {
-            at: self.at + elements.start * to,
+            at: start + elements.start * to,
             device_bytes: count * to,
-            file: self.file,
-            file_offset: self.file_offset + elements.start * from,
+            file: self.info.file,
+            file_offset: self.info.offset + elements.start * from,
             file_bytes: count * from,
-            tensor: self.tensor,
-            from: self.from,
+            tensor: self.id,
+            from: from_type,
             to: self.to,
         })
     }
+}
+
+/// Where a tensor lies that comes behind `end`. It does not overflow: that was checked when it was placed.
+fn aligned(end: u64) -> u64 {
+    end.next_multiple_of(TENSOR_ALIGNMENT)
 }
 
 /// The type that a tensor of type `from` has on the device.
@@ -440,13 +539,6 @@ fn device_bytes(info: &TensorInfo, compute: Option<Dtype>) -> Option<u64> {
         (Some(from), Some(to)) => (info.bytes / from).checked_mul(to),
         _ => Some(info.bytes),
     }
-}
-
-fn pages_of(bytes: &Range<u64>, page_bytes: u64) -> Range<u32> {
-    // Both fit once the number of pages does, which was checked before.
-    let page = |page: u64| u32::try_from(page).unwrap_or(u32::MAX);
-    let first = page(bytes.start / page_bytes);
-    if bytes.is_empty() { first..first } else { first..page(bytes.end.div_ceil(page_bytes)) }
 }
 
 fn check_options(options: &LayoutOptions) -> Result<(), WeightsError> {

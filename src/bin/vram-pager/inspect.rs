@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use serde::Serialize;
 use vram_pager::units::{MIB, format_size, parse_size};
-use vram_pager::weights::{LayoutOptions, PageLayout, TensorIndex, UnitInfo};
+use vram_pager::weights::{LayoutOptions, PageLayout, TensorIndex, UnitInfo, UnitLayout};
 
 use crate::Outcome;
 use crate::interrupt;
@@ -69,7 +70,7 @@ impl std::fmt::Display for Size {
 
 /// Runs the subcommand.
 pub(crate) fn run(args: &Args, json: bool) -> Outcome {
-    let index = TensorIndex::open(&args.file)?;
+    let index = Arc::new(TensorIndex::open(&args.file)?);
     interrupt::check()?;
     let layout = PageLayout::new(&index, &LayoutOptions::new(args.page.0))?;
     let file = args.file.display().to_string();
@@ -221,15 +222,16 @@ fn summary(out: &mut dyn Write, file: &str, index: &TensorIndex, layout: &PageLa
 }
 
 /// The pages of a unit, as `3` or `3-7`.
-fn pages(layout: &PageLayout, unit: usize) -> String {
-    let unit = &layout.units()[unit];
-    let spans = &layout.spans()[unit.spans.start as usize..unit.spans.end as usize];
-    match (spans.first(), spans.last()) {
-        (Some(first), Some(last)) if first.pages.start + 1 < last.pages.end => {
-            format!("{}-{}", first.pages.start, last.pages.end - 1)
-        }
-        (Some(first), _) if !first.pages.is_empty() => first.pages.start.to_string(),
-        _ => "none".to_owned(),
+fn pages(layout: &PageLayout, unit: &UnitLayout) -> String {
+    let mut spans = unit.spans.clone().map(|span| layout.span(span).pages);
+    let Some(first) = spans.next() else { return "none".to_owned() };
+    let end = spans.next_back().map_or(first.end, |last| last.end);
+    if first.start + 1 < end {
+        format!("{}-{}", first.start, end - 1)
+    } else if first.is_empty() {
+        "none".to_owned()
+    } else {
+        first.start.to_string()
     }
 }
 
@@ -242,9 +244,9 @@ fn every_tensor(out: &mut dyn Write, index: &TensorIndex, layout: &PageLayout) -
         ("size", Align::Right),
         ("pages", Align::Right),
     ]);
-    for (number, unit) in index.units().iter().enumerate() {
+    for (unit, place) in index.units().iter().zip(layout.units()) {
         let size = format_size(unit_bytes(index, unit));
-        table.row([unit.name.as_str(), "", "", &size, &pages(layout, number)]);
+        table.row([unit.name.as_str(), "", "", &size, &pages(layout, &place)]);
         for &id in &unit.tensors {
             let tensor = index.tensor_info(id);
             let own = tensor.name.strip_prefix(&unit.name).and_then(|rest| rest.strip_prefix('.'));

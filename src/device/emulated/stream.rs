@@ -16,6 +16,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -277,9 +278,30 @@ impl Drop for Hold {
     }
 }
 
+/// How long a worker looks for more work before it sleeps. To be woken takes longer, and where there are two
+/// processors the system runs who is woken on the one of its waker, while the other does nothing.
+const LOOKS: Duration = Duration::from_micros(300);
+
+/// Gives the processor to others until there is work, for as long as that is worth it.
+fn look_for_work(stream: &StreamQueue) {
+    let began = Instant::now();
+    loop {
+        let queue = stream.queue.lock();
+        if !queue.work.is_empty() || queue.closed {
+            return;
+        }
+        drop(queue);
+        if began.elapsed() > LOOKS {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// The loop of a stream's worker thread.
 pub(super) fn run_worker(stream: &StreamQueue, shared: &Shared) {
     loop {
+        look_for_work(stream);
         let (work, sequence) = {
             let mut queue = stream.queue.lock();
             loop {
@@ -312,7 +334,7 @@ pub(super) fn run_worker(stream: &StreamQueue, shared: &Shared) {
     }
 }
 
-fn pause(duration: std::time::Duration) {
+fn pause(duration: Duration) {
     if !duration.is_zero() {
         std::thread::sleep(duration);
     }
@@ -325,7 +347,7 @@ fn execute(work: &Work) -> Result<(), String> {
         // page of it is counted as in use until `Memory::end`; that the host's side is valid until then is
         // the promise of whoever made the unsafe call, and `pageable`'s for its buffers.
         Work::ToDevice { to, from, through } => unsafe {
-            copy(through.unwrap_or(from).pointer(), device_pointer(to), to.bytes);
+            copy_past_caches(through.unwrap_or(from).pointer(), device_pointer(to), to.bytes);
         },
         // SAFETY: as above, with the roles exchanged.
         Work::ToHost { to, from } => unsafe { copy(device_pointer(from), to.pointer(), from.bytes) },
@@ -363,6 +385,47 @@ unsafe fn copy(from: *const u8, to: *mut u8, bytes: u64) {
         // SAFETY: the caller's promise.
         unsafe { std::ptr::copy(from, to, length(bytes)) };
     }
+}
+
+/// Bytes from which on a copy goes past the caches.
+const PAST_CACHES: u64 = 256 << 10;
+
+/// As [`copy`], and leaves the target out of the processor's caches if it is large: no card's memory is in there, and
+/// what a reader has just put there would have to make room for it.
+///
+/// # Safety
+/// As [`copy`].
+#[cfg_attr(
+    target_arch = "x86_64",
+    expect(clippy::cast_ptr_alignment, reason = "loads need none, and stores go to lines of 64 bytes")
+)]
+unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: u64) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+        const LINE: usize = 64;
+        let length = length(bytes);
+        let apart = from.addr().abs_diff(to.addr()) >= length;
+        if bytes >= PAST_CACHES && apart && to.addr().is_multiple_of(LINE) {
+            let whole = length / LINE * LINE;
+            // SAFETY: the caller's promise; the ranges are apart, and every access lies in the first `whole` bytes.
+            unsafe {
+                for at in (0..whole).step_by(LINE) {
+                    let (from, to) = (from.add(at).cast::<__m128i>(), to.add(at).cast::<__m128i>());
+                    let line = [0, 1, 2, 3].map(|part| _mm_loadu_si128(from.add(part)));
+                    for (part, bytes) in line.into_iter().enumerate() {
+                        _mm_stream_si128(to.add(part), bytes);
+                    }
+                }
+                // Such stores are ordered by nothing else.
+                _mm_sfence();
+                std::ptr::copy_nonoverlapping(from.add(whole), to.add(whole), length - whole);
+            }
+            return;
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe { copy(from, to, bytes) };
 }
 
 fn run_twin(launch: &Launch, twin: HostTwin) -> Result<(), String> {

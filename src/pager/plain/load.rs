@@ -143,7 +143,7 @@ fn load(
     set: Option<&Arc<PatchSet>>,
 ) -> Result<(), PagerError> {
     let (core, id) = (model.core(), model.id());
-    let bytes = model.layout().spans()[span as usize].bytes.clone();
+    let bytes = model.layout().span(span).bytes;
     let chunk_bytes = u64::from(core.chunk_pages) * core.page_bytes;
     let mut at = origin_of(bytes.start);
     let mut chunk = control
@@ -158,7 +158,7 @@ fn load(
         // Somebody may have changed the patches while the file was read.
         let attached = control.model(id).and_then(|model| model.patches());
         if PatchSet::version_of(attached, span) != PatchSet::version_of(set, span) {
-            return Err(old_version_held(control, id, model.layout().spans()[span as usize].unit));
+            return Err(old_version_held(control, id, model.layout().span(span).unit));
         }
     }
     Ok(())
@@ -246,7 +246,7 @@ fn copy(
     let Control { plain, models, engine, scratch, .. } = control;
     let model = models.get_mut(id as usize).and_then(Option::as_deref_mut).ok_or_else(|| gone("model"))?;
     let block = plain.as_mut().and_then(|plain| plain.block_mut(number)).ok_or_else(|| gone("block"))?;
-    let start = model.layout.spans()[span as usize].bytes.start;
+    let start = model.layout.span(span).bytes.start;
     let batch = engine.begin();
     let target = CopyTarget {
         cut: u64::MAX,

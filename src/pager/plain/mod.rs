@@ -132,8 +132,8 @@ impl Plain {
 impl PlainModel {
     pub(super) fn new(layout: &PageLayout, chunk_bytes: u64) -> Self {
         let mut next = 0_u32;
-        let mut first_chunk = Vec::with_capacity(layout.spans().len());
-        let sizes: Vec<u64> = layout.spans().iter().map(block_bytes).collect();
+        let mut first_chunk = Vec::with_capacity(layout.span_count() as usize);
+        let sizes: Vec<u64> = layout.spans().map(|span| block_bytes(&span)).collect();
         for span in layout.spans() {
             let bytes = (span.bytes.end - origin_of(span.bytes.start)).max(1);
             first_chunk.push(next);
@@ -173,7 +173,7 @@ pub(super) fn block_bytes(span: &Span) -> u64 {
 
 /// The plan for a model that has `budget` bytes to itself. Pure.
 pub(super) fn plan_alone(layout: &PageLayout, budget: u64) -> WholePlan {
-    let sizes: Vec<u64> = layout.spans().iter().map(block_bytes).collect();
+    let sizes: Vec<u64> = layout.spans().map(|span| block_bytes(&span)).collect();
     plan::plan(&sizes, |_| true, budget)
 }
 

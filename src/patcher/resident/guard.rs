@@ -46,7 +46,7 @@ impl<'p> ModuleGuard<'p> {
     /// The module's tensors in address order.
     pub fn tensors(&self) -> Vec<TensorView<'p>> {
         let (index, layout) = (&self.weights.index, &self.weights.layout);
-        let first = layout.units()[self.unit.index()].bytes.start;
+        let first = layout.unit(self.unit).bytes.start;
         let tensors = index.unit_info(self.unit).tensors.iter().map(|&tensor| {
             let (info, place) = (index.tensor_info(tensor), layout.tensor_at(tensor));
             TensorView {

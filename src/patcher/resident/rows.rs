@@ -14,7 +14,7 @@ use super::weights::Weights;
 use crate::device::{DeviceError, PoolAllocation, Stream};
 use crate::pager::{PatchSet, copy_in, rows_on_card};
 use crate::units::DeviceRange;
-use crate::weights::{Dtype, TensorId};
+use crate::weights::{Dtype, TensorId, UnitId};
 
 /// Rows of a tensor on the device, valid for work on their stream until released.
 #[must_use = "rows that are dropped at once are freed before any work uses them"]
@@ -82,8 +82,7 @@ impl Weights {
         let unit = self.unit_of(tensor);
         let mut state = self.lock();
         if state.has(unit, self.version_of(unit, set), stream)? {
-            let first =
-                self.address_of(&state, unit).offset(place.at - self.layout.units()[unit].bytes.start);
+            let first = self.address_of(&state, unit).offset(place.at - self.run_of(unit).start);
             let copies = (0..).zip(rows).try_for_each(|(number, row)| {
                 let from = DeviceRange::new(first.offset(row * row_bytes), row_bytes);
                 // SAFETY: the source lies in the module's pages, which are kept until the fence that is
@@ -113,6 +112,6 @@ impl Weights {
 
     fn unit_of(&self, tensor: TensorId) -> usize {
         let at = self.layout.tensor_at(tensor).at;
-        self.layout.units().partition_point(|unit| unit.bytes.start <= at).saturating_sub(1)
+        self.layout.unit_at(at).map_or(0, UnitId::index)
     }
 }

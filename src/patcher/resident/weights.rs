@@ -169,7 +169,6 @@ impl Weights {
         // From the dearest to the cheapest, so that what is loaded is nearly one run of pages.
         let candidates: Vec<Candidate> = layout
             .units()
-            .iter()
             .map(|unit| {
                 let (cost, bytes) = (link_bytes(&layout, &unit.bytes), card_bytes(&unit.bytes));
                 Candidate { cost, bytes, pages: 0..0, loaded: false, streams: true }
@@ -187,7 +186,7 @@ impl Weights {
             why: format!("{end} bytes of modules are more than 2^32 pages of {page_bytes}"),
         })?;
         let size = u64::from(pages) * page_bytes;
-        let modules = layout.units().iter().map(|_| Module::default()).collect();
+        let modules = layout.units().map(|_| Module::default()).collect();
         let name = index.files().first().map_or_else(String::new, |file| file.path().display().to_string());
         Ok(Self {
             device: Arc::clone(device),
@@ -266,8 +265,13 @@ impl Weights {
         })
     }
 
+    /// The model addresses of a module.
+    pub(super) fn run_of(&self, unit: usize) -> Range<u64> {
+        self.layout.unit(UnitId(u32::try_from(unit).unwrap_or(u32::MAX))).bytes
+    }
+
     pub(super) fn unit_bytes(&self, unit: usize) -> u64 {
-        card_bytes(&self.layout.units()[unit].bytes)
+        card_bytes(&self.run_of(unit))
     }
 
     fn unit_name(&self, unit: usize) -> String {

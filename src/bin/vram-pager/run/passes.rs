@@ -314,8 +314,8 @@ impl<'r> Run<'r> {
     /// Bytes of a piece's tensors on the card.
     fn piece_bytes(&self, unit: UnitId, piece: u32) -> u64 {
         let layout = self.model.layout();
-        let span = layout.units()[unit.index()].spans.start + piece;
-        layout.content_bytes(layout.spans()[span as usize].bytes.clone())
+        let span = layout.unit(unit).spans.start + piece;
+        layout.content_bytes(layout.span(span).bytes)
     }
 
     fn compare(&self, check: &mut Check<'_>) -> Result<(), Failure> {
@@ -334,7 +334,7 @@ impl<'r> Run<'r> {
     }
 
     fn say_pieces(&self, unit: UnitId, pieces: u32) {
-        let place = &self.model.layout().units()[unit.index()];
+        let place = self.model.layout().unit(unit);
         let text = format!(
             "note: unit {} ({}) is large for {}: it is taken in {pieces} pieces (said once)",
             output::printable(&self.model.index().unit_info(unit).name),

@@ -79,7 +79,7 @@ impl Weights {
         keep: bool,
         waits: &[Fence],
     ) -> Result<Fence, ResidentError> {
-        let run = self.layout.units()[unit].bytes.clone();
+        let run = self.run_of(unit);
         if state.scratch.is_none() && self.layout.extents(run.clone()).any(|extent| is_cast_on_card(&extent))
         {
             let stream = Arc::clone(state.engine.stream(0));
@@ -217,7 +217,7 @@ impl Weights {
         start: DeviceAddress,
         bake: bool,
     ) -> Result<(), ResidentError> {
-        let run = self.layout.units()[unit].bytes.clone();
+        let run = self.run_of(unit);
         let origin = DeviceAddress(start.0.wrapping_sub(run.start));
         let Some(attached) = &state.attached else { return Ok(()) };
         // Until the end of a success, which the caller notes.
@@ -260,7 +260,7 @@ impl Weights {
 
     /// Puts a baked module's bytes back. Nothing uses it.
     fn restore(&self, state: &mut State, unit: usize, start: DeviceAddress) -> Result<(), ResidentError> {
-        let base = DeviceAddress(start.0.wrapping_sub(self.layout.units()[unit].bytes.start));
+        let base = DeviceAddress(start.0.wrapping_sub(self.run_of(unit).start));
         let stream = Arc::clone(state.engine.stream(0));
         let backup = std::mem::take(&mut state.modules[unit].backup);
         let modules = &mut state.modules;

@@ -20,7 +20,7 @@ impl Weights {
         let candidate = |(unit, module): (usize, &Module)| {
             let bytes = self.unit_bytes(unit);
             let streams = module.streams();
-            let link = if streams { link_bytes(&self.layout, &self.layout.units()[unit].bytes) } else { 0 };
+            let link = if streams { link_bytes(&self.layout, &self.run_of(unit)) } else { 0 };
             let patched = if !streams || self.version_of(unit, attached) == 0 { 0 } else { bytes };
             Candidate {
                 cost: link.saturating_add(patched),

@@ -160,7 +160,8 @@ impl Drop for ReaderPool {
         for _ in &self.threads {
             // A send fails only if every reader is gone, and then there is nobody to stop.
             let _ = self.queue.queue.send(Message::Stop);
-            let _ = self.queue.more.send(None);
+            // Where there is no room for it, as many are to be woken already, and each will find its stop.
+            let _ = self.queue.more.try_send(None);
         }
         for thread in self.threads.drain(..) {
             let _ = thread.join();

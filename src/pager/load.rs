@@ -102,7 +102,7 @@ pub(super) fn submit(core: &Arc<Core>, control: &mut Control, id: u32, first: u3
 
 /// Pages of one read, at most, that begins at `page`. What streams is kept in staging memory as it was read, for
 /// copies that fill the link; what stays is copied once, soon after it was read.
-pub(super) fn most_of_read(core: &Core, control: &Control, id: u32, page: u32) -> u32 {
+fn most_of_read(core: &Core, control: &Control, id: u32, page: u32) -> u32 {
     let stays = control.model(id).is_none_or(|model| model.pages[page as usize].slot == NONE);
     if stays { core.load_pages } else { core.chunk_pages }
 }
@@ -276,15 +276,13 @@ fn book(core: &Core, control: &mut Control, place: usize) {
 
 /// Hands a load and its buffer to a reader.
 fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: StagingBuffer) {
-    let load = &control.loads.queue[place];
-    let (id, number, first, count) = (load.model, load.id, load.first, load.count);
+    let Load { id: number, model: id, first, count, booked, available, .. } = control.loads.queue[place];
     let Some(model) = control.model(id) else {
         control.loads.queue[place].state = LoadState::Cancelled;
         return;
     };
     let files = Some((Arc::clone(&model.index), Arc::clone(&model.layout)));
     let bytes = model.layout.content_bytes(page_span(core, first, count));
-    let Load { booked, available, .. } = control.loads.queue[place];
     // A reader that has to wait for its buffer says itself when it begins.
     let available = if booked {
         available

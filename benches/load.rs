@@ -48,6 +48,7 @@ use vram_pager::device::{
     AddressRange, Fence, FencePool, FrameSet, HostBlock, SharedDevice, Stream, StreamPriority,
 };
 use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions, WeightSource};
+use vram_pager::transfer::ReaderPool;
 use vram_pager::units::{DeviceAddress, DeviceRange, ModelTime};
 use vram_pager::weights::{TensorIndex, UnitId};
 
@@ -396,9 +397,9 @@ struct Bare {
 impl Bare {
     fn new(device: &SharedDevice, setting: &Setting, maps: bool) -> Outcome<Self> {
         let chunk = setting.options.load_bytes;
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let at_once = ReaderPool::new(setting.options.readers)?.queue().at_once();
         let mut readers = Vec::new();
-        for _ in 0..setting.options.readers.min(processors / 2).max(1) {
+        for _ in 0..at_once {
             let mut block = HostBlock::map(device, BUFFERS * chunk)?;
             block.page_lock()?;
             readers.push((block, Stream::new(device, StreamPriority::Normal)?));

@@ -518,6 +518,24 @@ fn script(device: &Arc<EmulatedDevice>) -> Result<(), DeviceError> {
     unsafe { range.unmap(1) }
 }
 
+/// What counts the card's memory at an end waits for the card first: see the stress test's.
+#[test]
+fn what_is_freed_behind_work_is_trimmed_once_the_card_was_waited_for() {
+    let device = small_card();
+    let stream = stream(&device);
+    let allocation = PoolAllocation::new(&stream, 4000).unwrap();
+    // SAFETY: the allocation is freed in the order of the stream.
+    unsafe { device.fill(allocation.range(), 1, stream.id()).unwrap() };
+    stream.charge_compute(Duration::from_millis(5)).unwrap();
+    drop(allocation);
+    device.pool_trim(0).unwrap();
+    assert_eq!(device.live().pool_used_bytes, 0);
+    assert!(device.memory().unwrap().free < MIB, "the work before the free is not done by then");
+    device.synchronize().unwrap();
+    device.pool_trim(0).unwrap();
+    assert_eq!(device.memory().unwrap().free, MIB);
+}
+
 #[test]
 fn a_failure_of_any_call_leaves_nothing_behind() {
     let device = small_card();

@@ -49,7 +49,7 @@ esac
 case "$form" in --short | --long | --self-check) ;; *) usage ;; esac
 
 target=x86_64-unknown-linux-gnu
-export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags ${SANITIZER_RUSTFLAGS:-}"
+export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags --cfg sanitized ${SANITIZER_RUSTFLAGS:-}"
 export RUSTDOCFLAGS="$RUSTFLAGS"
 export RUST_TEST_THREADS="${RUST_TEST_THREADS:-2}"
 # Tests that end what hangs wait longer: a sanitizer makes everything several times slower.

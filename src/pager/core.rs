@@ -22,7 +22,7 @@ use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{FrameInfo, Frames, NONE, PageKey, Role};
 use super::learner::OrderLearner;
-use super::load::Loads;
+use super::loads::Loads;
 use super::measure::Measure;
 use super::mutations::{Mutated, Mutation};
 use super::options::PagerOptions;

@@ -4,10 +4,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Wants, loading_depth, pump};
+use super::{loading_depth, pump};
 use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
 use crate::device::{self, SharedDevice};
 use crate::pager::frames::NONE;
+use crate::pager::loads::Wants;
 use crate::pager::small_model;
 use crate::pager::watchdog::Watchdog;
 use crate::pager::{ModelOptions, Pager, PagerOptions, RingSize};

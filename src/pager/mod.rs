@@ -45,6 +45,7 @@ mod guard;
 mod keep;
 mod learner;
 mod load;
+mod loads;
 mod measure;
 mod model;
 mod modelled;

@@ -51,7 +51,7 @@ pub struct ReaderPool {
 pub struct ReaderQueue {
     queue: Sender<Message>,
     /// Wakes a reader that joins in only where [`Turns::always`] have work already.
-    more: Sender<Option<()>>,
+    more: Sender<()>,
     turns: Arc<Turns>,
 }
 
@@ -109,7 +109,7 @@ impl ReaderPool {
         let queue = ReaderQueue { queue, more, turns: Arc::new(turns) };
         let mut pool = Self { queue, threads: Vec::new() };
         for number in 0..threads {
-            let (jobs, woken): (Receiver<Message>, Receiver<Option<()>>) = (jobs.clone(), woken.clone());
+            let (jobs, woken) = (jobs.clone(), woken.clone());
             let turns = Arc::clone(&pool.queue.turns);
             let name = format!("vram-read-{number}");
             let thread = std::thread::Builder::new().name(name).spawn(move || {
@@ -135,7 +135,7 @@ impl ReaderQueue {
             Ok(()) => {
                 if before >= self.turns.always && self.turns.threads > self.turns.always {
                     // If so many wait to be woken already, there is nothing more to wake.
-                    let _ = self.more.try_send(Some(()));
+                    let _ = self.more.try_send(());
                 }
                 return;
             }
@@ -160,7 +160,10 @@ impl Drop for ReaderPool {
         for _ in &self.threads {
             // A send fails only if every reader is gone, and then there is nobody to stop.
             let _ = self.queue.queue.send(Message::Stop);
-            let _ = self.queue.more.send(None);
+        }
+        for _ in &self.threads {
+            // Woken now, it finds its stop. Where there is no room, as many are to be woken already.
+            let _ = self.queue.more.try_send(());
         }
         for thread in self.threads.drain(..) {
             let _ = thread.join();
@@ -175,8 +178,8 @@ fn run(jobs: &Receiver<Message>, turns: &Turns) {
 }
 
 /// Does jobs when it is woken, as long as there are any.
-fn join_in(woken: &Receiver<Option<()>>, jobs: &Receiver<Message>, turns: &Turns) {
-    while let Ok(Some(())) = woken.recv() {
+fn join_in(woken: &Receiver<()>, jobs: &Receiver<Message>, turns: &Turns) {
+    while let Ok(()) = woken.recv() {
         loop {
             match jobs.try_recv() {
                 Ok(Message::Job(job)) => do_job(job, |slept| note_read(turns, slept)),

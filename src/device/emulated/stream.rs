@@ -388,6 +388,7 @@ unsafe fn copy(from: *const u8, to: *mut u8, bytes: u64) {
 }
 
 /// Bytes from which on a copy goes past the caches.
+#[cfg(all(target_arch = "x86_64", not(sanitized)))]
 const PAST_CACHES: u64 = 256 << 10;
 
 /// As [`copy`], and leaves the target out of the processor's caches if it is large: no card's memory is in there, and
@@ -396,11 +397,12 @@ const PAST_CACHES: u64 = 256 << 10;
 /// # Safety
 /// As [`copy`].
 #[cfg_attr(
-    target_arch = "x86_64",
+    all(target_arch = "x86_64", not(sanitized)),
     expect(clippy::cast_ptr_alignment, reason = "loads need none, and stores go to lines of 64 bytes")
 )]
 unsafe fn copy_past_caches(from: *const u8, to: *mut u8, bytes: u64) {
-    #[cfg(target_arch = "x86_64")]
+    // Sanitizers do not see such stores.
+    #[cfg(all(target_arch = "x86_64", not(sanitized)))]
     {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
         const LINE: usize = 64;

@@ -287,6 +287,10 @@ impl<'k> World<'k> {
         if live != before.live {
             left.push(format!("{live:?} on the card, {:?} before", before.live));
         }
+        // What was freed in a stream's order is free once the stream is there.
+        if let Err(error) = card.device.synchronize() {
+            counts.fail(format!("waiting for the card at the end: {error}"));
+        }
         if let Err(error) = card.device.pool_trim(0) {
             counts.fail(format!("trimming the pool at the end: {error}"));
         }

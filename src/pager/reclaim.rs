@@ -348,7 +348,7 @@ fn leave_old_slots(control: &mut Control, id: u32) {
 fn choose_anew(core: &Core, model: &mut ModelState, groups: &[Range<u32>], frames: u32) {
     let layout = Arc::clone(&model.layout);
     let pages_of = |span: u32| layout.span(span).pages;
-    let choice = model.choices.for_about(frames, || {
+    let choice = model.choices.for_about(frames, |frames| {
         let spans = model.order.spans();
         let order_with =
             |keeping: &Keeping| PassOrder::new(spans.to_vec(), layout.page_count(), pages_of, keeping);

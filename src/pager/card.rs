@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::activations::Activations;
-use super::choose::Choices;
+use super::choose::{Choices, first_choice};
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -22,9 +22,9 @@ use super::loads::Loads;
 use super::measure::Measure;
 use super::model::{Addresses, PagedModel};
 use super::options::{ModelOptions, PagerOptions};
-use super::order::{Keeping, PagePlace, PassOrder, PlaceSet};
+use super::order::{PagePlace, PassOrder, PlaceSet};
 use super::plain::{self, Plain, PlainModel};
-use super::plan::{Choice, Plan};
+use super::plan::Plan;
 use super::pool_use::PoolUse;
 use super::reclaim;
 use super::streams::{PagerStream, StreamTable};
@@ -200,8 +200,9 @@ impl Pager {
             ),
         };
         let spans = layout.span_count();
+        let choice = first_choice(core.options.ring);
         let order =
-            PassOrder::new((0..spans).collect(), pages, |span| layout.span(span).pages, &Keeping::default());
+            PassOrder::new((0..spans).collect(), pages, |span| layout.span(span).pages, &choice.keeping);
         let whole_units = HashSet::new();
         let casts = (0..index.tensors().len()).any(|tensor| {
             let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
@@ -227,7 +228,7 @@ impl Pager {
             learner: OrderLearner::new(spans as usize),
             whole_units,
             plan: Plan::default(),
-            choice: Choice { keeping: Keeping::default(), ring: core.options.ring },
+            choice,
             measure: if measures { Measure::new() } else { Measure::default() },
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,

@@ -153,6 +153,17 @@ pub(crate) fn choose(
     best
 }
 
+/// What a model begins with, which fits or was not planned for yet: no cap, and ranked by twos and cells as most are
+/// where it does not fit, so that what leaves first is about what leaves then.
+pub(super) fn first_choice(ring: RingSize) -> Choice {
+    let keeping = if ring == RingSize::Modelled {
+        Keeping { grain: 2, cell: CELL, ..Keeping::default() }
+    } else {
+        Keeping::default()
+    };
+    Choice { keeping, ring }
+}
+
 /// Ways to share out what streams by the spans' compute, with a ring for each.
 ///
 /// Two things hold a pass up. The link stands still while a span computes, and the one behind it after it, when

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::activations::Activations;
-use super::choose::{Choices, first_choice};
+use super::choices::Choices;
+use super::choose::first_choice;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
@@ -27,6 +28,7 @@ use super::plain::{self, Plain, PlainModel};
 use super::plan::Plan;
 use super::pool_use::PoolUse;
 use super::reclaim;
+use super::replan;
 use super::streams::{PagerStream, StreamTable};
 use super::words::Words;
 use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPriority, without_panics};
@@ -265,7 +267,7 @@ impl Pager {
         };
         let id = u32::try_from(id).unwrap_or(u32::MAX);
         let planned = reclaim::refresh_budget(core, &mut control, true)
-            .and_then(|_| reclaim::replan(core, &mut control, id, true));
+            .and_then(|_| replan::replan(core, &mut control, id, true));
         drop(control);
         // From here on the model's drop takes everything back.
         let model =

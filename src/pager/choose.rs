@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::modelled::{Compute, Loads, ModelledPass, PASSES};
 use super::order::{Keeping, PassOrder};
-use super::plan::{Choice, RingSize, plan};
+use super::plan::{Choice, Plan, RingSize, plan};
 
 /// Ring sizes that are tried, in quarters of the largest streamed part.
 const TRIED: [u32; 9] = [4, 5, 6, 7, 8, 9, 10, 11, 12];
@@ -45,12 +45,6 @@ const MOST_COPIES: usize = 40_000_000;
 /// it saves.
 const MODELLED_PAGES: usize = 200_000;
 
-/// Frames that may come or go without a new choice, however small the card; on larger ones it is a fiftieth.
-const SMALL_CHANGE: u32 = 4;
-
-/// Choices that are remembered.
-const REMEMBERED: usize = 8;
-
 /// Picks the choice whose modelled pass is the shortest. `order_with` gives the order of pages by what is worth
 /// keeping; `span` a span's pages and its bytes. `groups` are what is faulted at once; `most` are the pages of the
 /// largest copy.
@@ -59,10 +53,9 @@ const REMEMBERED: usize = 8;
 /// unevenly spread in several seeded ways; if that is not known, it is as many copies as there are pages that no
 /// card of this size could hold: the hardest case, and the one in which ring sizes differ most. Then pages may be
 /// ranked by twos and by cells, so that copies are larger, if that saves more of what a copy costs beside its bytes
-/// than the pass loses by it. Where each span's
-/// compute was measured, what streams may be shared out by it in the place of caps, if a pass with this very
-/// compute gains [`GAIN`] by that: where computing takes far longer than copying every ring is as fast, and the
-/// one that the sum asks for copies less than most.
+/// than the pass loses by it. Where each span's compute was measured, what streams may be shared out by it in the
+/// place of caps, if a pass with this very compute gains [`GAIN`] by that: where computing takes far longer than
+/// copying every ring is as fast, and the one that the sum asks for copies less than most.
 pub(crate) fn choose(
     order_with: impl Fn(&Keeping) -> PassOrder,
     groups: &[Range<u32>],
@@ -71,86 +64,120 @@ pub(crate) fn choose(
     most: u32,
     compute: &Compute<'_>,
 ) -> Choice {
-    let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
-    let mut order = order_with(&Keeping::default());
+    let order = order_with(&Keeping::default());
     let pages = u32::try_from(order.pages().len()).unwrap_or(u32::MAX);
     if pages <= frames || order.pages().len() > MODELLED_PAGES {
-        return best;
+        return Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
     }
+    let question = Question { order_with, groups, span, pages, frames, most };
     let hardest = f64::from(pages - frames);
-    let loads = Loads::new(&order, &span, compute.total.unwrap_or(hardest));
-    let measured = Loads::measured(&order, compute, hardest);
-    let a_cap = (pages - frames) as usize * PASSES * loads.0.len() * TRIED.len();
-    let caps = caps(groups, pages, frames, (MOST_COPIES / a_cap.max(1)).clamp(1, CAPS));
-    let mut shortest = f64::INFINITY;
-    for cap in caps {
-        let first = beyond(groups, cap, frames);
-        let kept: u32 = first.iter().map(|pages| pages.end - pages.start).sum();
-        let keeping = Keeping { first, ..Keeping::default() };
-        if !keeping.first.is_empty() {
-            order = order_with(&keeping);
-        }
-        let mut last = None;
-        for quarters in TRIED {
-            let plan = plan(&order, groups, frames, RingSize::Quarters(quarters));
-            if plan.resident < kept || last.replace(plan) == Some(plan) {
-                continue;
-            }
-            let time = ModelledPass::new(&order, &span, plan, most).mean_time(&loads);
-            // A larger ring, or a lower cap, must gain something.
-            if time < shortest * 0.998 {
-                shortest = time;
-                // In pages from here on, so that a small change of budget leaves the ring as it is.
-                best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
-            }
-        }
-    }
-    let timed = |order: &PassOrder, ring: RingSize, loads: &Loads| {
-        let plan = plan(order, groups, frames, ring);
-        let pass = ModelledPass::new(order, &span, plan, most);
+    let loads = Loads::new(&order, &question.span, compute.total.unwrap_or(hardest));
+    let capped = question.capped(&order, &loads);
+    let joined = question.joined(&capped, &loads);
+    let Some(measured) = Loads::measured(&order, compute, hardest) else { return joined };
+    question.shared_out(&order, &measured, capped, joined)
+}
+
+/// What a choice is made for.
+struct Question<'a, O, S> {
+    order_with: O,
+    groups: &'a [Range<u32>],
+    span: S,
+    /// Pages of the pass.
+    pages: u32,
+    frames: u32,
+    /// Pages of the largest copy.
+    most: u32,
+}
+
+impl<O: Fn(&Keeping) -> PassOrder, S: Fn(u32) -> (Range<u32>, u64)> Question<'_, O, S> {
+    /// The plan with an order and a ring, how long a pass takes with it, and what its copies cost beside their pages.
+    fn timed(&self, order: &PassOrder, ring: RingSize, loads: &Loads) -> (Plan, f64, f64) {
+        let plan = plan(order, self.groups, self.frames, ring);
+        let pass = ModelledPass::new(order, &self.span, plan, self.most);
         (plan, pass.mean_time(loads), pass.copies() * COPY)
-    };
-    // Pages go over to streaming by twos, and neighbouring spans as one, where larger copies are worth what the
-    // pass loses by it.
-    let apart = best.clone();
-    let order_apart = order_with(&apart.keeping);
-    let (_, time, copies) = timed(&order_apart, apart.ring, &loads);
-    let mut least = time + copies;
-    let mut left = (MOST_COPIES / (a_cap / TRIED.len()).max(1)).max(1);
-    // What a cap keeps first lies in the midst of cells: they are tried without it as well.
-    let uncapped = (!apart.keeping.first.is_empty()).then_some((CELL, Vec::new()));
-    let capped = [0, CELL].map(|cell| (cell, apart.keeping.first.clone()));
-    for (cell, first) in capped.into_iter().chain(uncapped) {
-        let kept: u32 = first.iter().map(|pages| pages.end - pages.start).sum();
-        let keeping = Keeping { grain: 2, cell, first, ..Keeping::default() };
-        let order = order_with(&keeping);
-        for ring in std::iter::once(apart.ring).chain(TRIED.map(RingSize::Quarters)).take(left) {
-            left -= 1;
-            let (plan, time, copies) = timed(&order, ring, &loads);
-            if time + copies < least && plan.resident >= kept && plan.ring <= 3 * plan.largest_part {
-                least = time + copies;
-                best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
+    }
+
+    /// How many plans may be modelled with these loads.
+    fn plans(&self, loads: &Loads) -> usize {
+        let copies = (self.pages - self.frames) as usize * PASSES * loads.0.len();
+        (MOST_COPIES / copies.max(1)).max(1)
+    }
+
+    /// The best cap and ring for pages that are ranked one by one. `order` is the one without a cap.
+    fn capped(&self, order: &PassOrder, loads: &Loads) -> Choice {
+        let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
+        let mut shortest = f64::INFINITY;
+        let most = (self.plans(loads) / TRIED.len()).clamp(1, CAPS);
+        for cap in caps(self.groups, self.pages, self.frames, most) {
+            let keeping = Keeping { first: beyond(self.groups, cap, self.frames), ..Keeping::default() };
+            let capped = (!keeping.first.is_empty()).then(|| (self.order_with)(&keeping));
+            let order = capped.as_ref().unwrap_or(order);
+            let mut last = None;
+            for quarters in TRIED {
+                let plan = plan(order, self.groups, self.frames, RingSize::Quarters(quarters));
+                if plan.resident < keeping.first_pages() || last.replace(plan) == Some(plan) {
+                    continue;
+                }
+                let time = ModelledPass::new(order, &self.span, plan, self.most).mean_time(loads);
+                // A larger ring, or a lower cap, must gain something.
+                if time < shortest * 0.998 {
+                    shortest = time;
+                    // In pages from here on, so that a small change of budget leaves the ring as it is.
+                    best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
+                }
             }
         }
+        best
     }
-    let Some(measured) = measured else { return best };
-    let (_, singly, many) = timed(&order_apart, apart.ring, &measured);
-    let (_, joined, few) = timed(&order_with(&best.keeping), best.ring, &measured);
-    if singly + many < joined + few {
-        best = apart;
-    }
-    let mut shortest = singly.min(joined) * (1.0 - GAIN);
-    // What moves when shares are taken is copied and mapped once more.
-    // An order takes about as long as the model of so many copies.
-    let most = MOST_COPIES / (order.pages().len() * 20);
-    for (keeping, ring) in shared_out(&measured.0[0], &order, pages - frames).take(most) {
-        let (plan, time, _) = timed(&order_with(&keeping), ring, &measured);
-        if time < shortest && plan.ring <= 3 * plan.largest_part.max(1) {
-            shortest = time;
-            best = Choice { keeping, ring: RingSize::Pages(plan.ring) };
+
+    /// The best of a choice that ranks pages one by one, and of those that rank them by twos, and neighbouring
+    /// spans as one: larger copies must be worth what the pass loses by them.
+    fn joined(&self, apart: &Choice, loads: &Loads) -> Choice {
+        let mut best = apart.clone();
+        let (_, time, copies) = self.timed(&(self.order_with)(&apart.keeping), apart.ring, loads);
+        let mut least = time + copies;
+        let mut left = self.plans(loads);
+        let capped = [0, CELL].map(|cell| (cell, apart.keeping.first.clone()));
+        // What a cap keeps first lies in the midst of cells: they are tried without it as well.
+        let uncapped = (!apart.keeping.first.is_empty()).then_some((CELL, Vec::new()));
+        for (cell, first) in capped.into_iter().chain(uncapped) {
+            let keeping = Keeping { grain: 2, cell, first, ..Keeping::default() };
+            let order = (self.order_with)(&keeping);
+            for ring in std::iter::once(apart.ring).chain(TRIED.map(RingSize::Quarters)).take(left) {
+                left -= 1;
+                let (plan, time, copies) = self.timed(&order, ring, loads);
+                if time + copies < least
+                    && plan.resident >= keeping.first_pages()
+                    && plan.ring <= 3 * plan.largest_part
+                {
+                    least = time + copies;
+                    best = Choice { keeping: keeping.clone(), ring: RingSize::Pages(plan.ring) };
+                }
+            }
         }
+        best
     }
-    best
+
+    /// The better of two choices with the compute that was measured, or one that shares out by it what streams.
+    fn shared_out(&self, order: &PassOrder, measured: &Loads, apart: Choice, joined: Choice) -> Choice {
+        let timed = |choice: &Choice| self.timed(&(self.order_with)(&choice.keeping), choice.ring, measured);
+        let (_, singly, many) = timed(&apart);
+        let (_, together, few) = timed(&joined);
+        let mut best = if singly + many < together + few { apart } else { joined };
+        // What moves when shares are taken is copied and mapped once more.
+        let mut shortest = singly.min(together) * (1.0 - GAIN);
+        // An order takes about as long as the model of so many copies.
+        let most = MOST_COPIES / (self.pages as usize * 20);
+        for choice in shares(&measured.0[0], order, self.pages - self.frames).take(most) {
+            let (plan, time, _) = timed(&choice);
+            if time < shortest && plan.ring <= 3 * plan.largest_part.max(1) {
+                shortest = time;
+                best = Choice { ring: RingSize::Pages(plan.ring), ..choice };
+            }
+        }
+        best
+    }
 }
 
 /// What a model begins with, which fits or was not planned for yet: no cap, and ranked by twos and cells as most are
@@ -172,11 +199,7 @@ pub(super) fn first_choice(ring: RingSize) -> Choice {
 /// before it computes. So each span streams as much as can be copied while the one before it computes; what is
 /// left is given to those beside which the ring has room. `missing` pages stream in any case, and a ring's
 /// more.
-fn shared_out<'a>(
-    loads: &'a [f64],
-    order: &'a PassOrder,
-    missing: u32,
-) -> impl Iterator<Item = (Keeping, RingSize)> + 'a {
+fn shares<'a>(loads: &'a [f64], order: &'a PassOrder, missing: u32) -> impl Iterator<Item = Choice> + 'a {
     let total: f64 = loads.iter().sum();
     let before = |at: usize| loads[(at + loads.len() - 1) % loads.len()];
     // Where computing takes longer than copying there is room between copies, not between computes.
@@ -203,55 +226,8 @@ fn shared_out<'a>(
             let share = ((before(at) * scale + room[at] * more) * SHARE) as u32;
             shares[span as usize] = share;
         }
-        let keeping = Keeping { shares, ..Keeping::default() };
-        (keeping, RingSize::Pages(ring))
+        Choice { keeping: Keeping { shares, ..Keeping::default() }, ring: RingSize::Pages(ring) }
     })
-}
-
-/// The choices made lately, the one in use last.
-///
-/// A choice stands while the frames stay about as many, and comes back when they are about as many again:
-/// after a spike the ring and the pages that stay are the same as before it.
-#[derive(Debug, Default)]
-pub(crate) struct Choices {
-    made: Vec<(u32, Choice)>,
-    /// What the choice was for that was in use when all were forgotten.
-    forgotten: Option<u32>,
-}
-
-impl Choices {
-    /// The choice to go over to for so many frames, by `choose` if none was made for about as many; `None`
-    /// if the one in use stands. `choose` is told for how many: as many as the last one was for that was
-    /// forgotten, if it was about as many. So what is learned moves no page unless it matters.
-    pub(crate) fn for_about(&mut self, frames: u32, choose: impl FnOnce(u32) -> Choice) -> Option<Choice> {
-        let off = |chosen: u32| chosen.abs_diff(frames);
-        let is_near = |chosen: u32| off(chosen) <= (chosen / 50).max(SMALL_CHANGE);
-        if self.made.last().is_some_and(|(chosen, _)| is_near(*chosen)) {
-            return None;
-        }
-        let known = (0..self.made.len())
-            .filter(|&place| is_near(self.made[place].0))
-            .min_by_key(|&place| off(self.made[place].0));
-        let next = match known {
-            Some(place) => self.made.remove(place),
-            None => {
-                let frames = self.forgotten.filter(|chosen| is_near(*chosen)).unwrap_or(frames);
-                (frames, choose(frames))
-            }
-        };
-        if self.made.len() == REMEMBERED {
-            self.made.remove(0);
-        }
-        self.made.push(next.clone());
-        Some(next.1)
-    }
-
-    /// Another order, other groups or another compute: no choice holds any more.
-    pub(crate) fn forget(&mut self) {
-        let last = self.made.last().map(|(chosen, _)| *chosen);
-        self.forgotten = last.or(self.forgotten);
-        self.made.clear();
-    }
 }
 
 /// The caps worth trying, longest first and at most `most`: no cap at all, and caps that each make the largest
@@ -295,7 +271,6 @@ fn beyond(groups: &[Range<u32>], cap: u32, frames: u32) -> Vec<Range<u32>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pager::plan::Plan;
 
     const MOST: u32 = 4;
 
@@ -467,31 +442,6 @@ mod tests {
         assert_eq!(choose(&idle), choose(&Compute::default()));
         // Nor does compute that is about as long as it takes to measure it.
         assert_eq!(choose(&Compute { spans: Some(&tiny), copy: 1e-7, ..sum }), by_sum);
-    }
-
-    #[test]
-    fn a_choice_stands_while_the_frames_are_about_as_many_and_comes_back_with_them() {
-        let mut choices = Choices::default();
-        let made = |ring| Choice { keeping: Keeping::default(), ring: RingSize::Pages(ring) };
-        let never = |_| -> Choice { unreachable!("it was chosen before") };
-        assert_eq!(choices.for_about(1000, |_| made(1)), Some(made(1)));
-        assert_eq!(choices.for_about(980, never), None);
-        assert_eq!(choices.for_about(1020, never), None);
-        assert_eq!(choices.for_about(750, |_| made(2)), Some(made(2)));
-        assert_eq!(choices.for_about(985, never), Some(made(1)));
-        assert_eq!(choices.for_about(760, never), Some(made(2)));
-        choices.forget();
-        assert_eq!(choices.for_about(760, |_| made(3)), Some(made(3)));
-        // What is chosen anew is so for the frames that the forgotten one was for, if they are about as many.
-        assert_eq!(choices.for_about(1500, made), Some(made(1500)));
-        choices.forget();
-        assert_eq!(choices.for_about(1480, made), Some(made(1500)));
-        choices.forget();
-        assert_eq!(choices.for_about(1300, made), Some(made(1300)));
-        for frames in 1..100 {
-            choices.for_about(frames * 1000, |_| made(frames));
-        }
-        assert_eq!(choices.made.len(), REMEMBERED);
     }
 
     #[test]

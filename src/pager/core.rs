@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::{Condvar, Mutex};
 
 use super::activations::Activations;
-use super::choose::Choices;
+use super::choices::Choices;
 use super::counters::ModelCounts;
 use super::error::PagerError;
 use super::frames::{FrameInfo, Frames, NONE, PageKey, Role};

@@ -25,6 +25,7 @@ use super::patches::{DevicePatches, PatchSet};
 use super::plain;
 use super::prefetch;
 use super::reclaim;
+use super::replan;
 use super::streams::PagerStream;
 use crate::device::{DeviceError, Fence};
 
@@ -50,12 +51,12 @@ pub(super) fn fault_span(
         core.changed.wait(&mut control);
     }
     ensure_attached(model, &mut control, set)?;
-    reclaim::follow_budget(core, &mut control, id)?;
+    replan::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
     measure_end(&mut control, id, stream);
     note_order(core, &mut control, id, span)?;
     let together = control.under_way + 1;
-    reclaim::note_together(core, &mut control, id, together)?;
+    replan::note_together(core, &mut control, id, together)?;
     let word = model.word(span);
     word.claim();
     control.under_way += 1;
@@ -73,7 +74,7 @@ pub(super) fn fault_span(
     } else {
         let brought = match bring(core, &mut control, id, span, patience, &mut count) {
             // What the activation pool keeps without using it may be the room that is lacking.
-            Err(error) if error.is_shortage() => match reclaim::trim_pool(core, &mut control, id) {
+            Err(error) if error.is_shortage() => match replan::trim_pool(core, &mut control, id) {
                 Ok(true) => bring(core, &mut control, id, span, patience, &mut count),
                 Ok(false) => Err(error),
                 Err(other) => Err(other),
@@ -357,18 +358,18 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
     }
     match learned {
         Learned::Nothing => Ok(()),
-        Learned::PassEnded => reclaim::pass_ended(core, control, id),
+        Learned::PassEnded => replan::pass_ended(core, control, id),
         Learned::NewOrder(spans) => {
             follow(model, spans);
             tracing::debug!(model = model.name, "learned another order");
             reclaim::evict_outside(control, id)?;
-            reclaim::pass_ended(core, control, id)?;
-            reclaim::replan(core, control, id, true)
+            replan::pass_ended(core, control, id)?;
+            replan::replan(core, control, id, true)
         }
         Learned::Widened(spans) => {
             follow(model, spans);
             tracing::debug!(model = model.name, "what was never faulted is faulted now");
-            reclaim::replan(core, control, id, true)
+            replan::replan(core, control, id, true)
         }
     }
 }

@@ -12,13 +12,14 @@
 //! | `convert` | the copies of a run of pages: plain, cast, patched |
 //! | `patches`, `patched`, `attach` | low-rank patches: their sets, faults through one, changing it |
 //! | `prefetch` | filling the ring ahead |
-//! | `reclaim` | budget, plans carried out, taking frames back |
+//! | `replan` | plans carried out: which pages stay, which slot each other one uses |
+//! | `reclaim` | budget, taking frames back |
 //! | `core`, `frames`, `counters` | the shared state and its accounts |
 //! | `mutations` | mistakes that unit tests build in, to show that each is caught |
 //! | `verify` | checking guards against the file |
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
-//! | `plan`, `choose`, `modelled`, `order`, `ranks`, `learner`, `ring`, `runs`, `forecast` | decisions: pure functions |
+//! | `plan`, `choose`, `choices`, `modelled`, `order`, `ranks`, `learner`, `ring`, `runs`, `forecast` | decisions: pure functions |
 //! | `measure` | how long the runner computes with each span |
 //! | `residency` | where every page is now, for reports |
 //!
@@ -31,6 +32,7 @@ mod activations;
 mod ahead;
 mod attach;
 mod card;
+mod choices;
 mod choose;
 mod claim;
 mod convert;
@@ -60,6 +62,7 @@ mod pool_use;
 mod prefetch;
 mod ranks;
 mod reclaim;
+mod replan;
 mod residency;
 mod ring;
 mod rows;

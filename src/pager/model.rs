@@ -21,6 +21,7 @@ use super::patched::PatchedModel;
 use super::patches::PatchSet;
 use super::plain;
 use super::reclaim;
+use super::replan;
 use super::rows::{self, RowsGuard};
 use super::streams::PagerStream;
 use super::word::SpanWord;
@@ -278,7 +279,7 @@ impl PagedModel {
         }
         model.priority = priority;
         reclaim::refresh_budget(core, &mut control, true)?;
-        reclaim::replan(core, &mut control, self.id, false)
+        replan::replan(core, &mut control, self.id, false)
     }
 
     /// Tells how long the compute of a pass takes per GiB of weights, see
@@ -292,7 +293,7 @@ impl PagedModel {
         }
         model.compute_per_gib = compute;
         model.choices.forget();
-        reclaim::replan(core, &mut control, self.id, true)
+        replan::replan(core, &mut control, self.id, true)
     }
 
     /// Brings in every page that the plan keeps on the card, in pass order, without waiting for the copies.
@@ -301,7 +302,7 @@ impl PagedModel {
             // The plan as the card is now: what no longer stays may not even fit.
             let mut control = self.core().control.lock();
             reclaim::refresh_budget(self.core(), &mut control, true)?;
-            reclaim::replan(self.core(), &mut control, self.id, false)?;
+            replan::replan(self.core(), &mut control, self.id, false)?;
         }
         let stream = self.pager.stream()?;
         let set = self.attached();
@@ -495,7 +496,7 @@ impl PagedModel {
         let core = self.core();
         if core.look_is_due()
             && let Some(mut control) = core.control.try_lock()
-            && let Err(PagerError::Device(error)) = reclaim::follow_budget(core, &mut control, self.id)
+            && let Err(PagerError::Device(error)) = replan::follow_budget(core, &mut control, self.id)
         {
             core.device.defer(error);
         }
@@ -570,7 +571,7 @@ impl PagedModel {
         }
         model.whole_units.insert(unit.0);
         model.choices.forget();
-        reclaim::replan(core, &mut control, self.id, true)
+        replan::replan(core, &mut control, self.id, true)
     }
 
     pub(super) fn check_stream(&self, stream: &PagerStream) -> Result<(), PagerError> {

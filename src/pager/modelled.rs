@@ -151,13 +151,13 @@ impl ModelledPass {
         let mut busy = vec![false; self.ring];
         // The place of the next copy, and pages copied since the first pass began.
         let (mut next, mut copied) = (0_u32, 0_u64);
-        let mut copies = Vec::new();
+        let mut cuts = Vec::new();
         let mut take = |count: u32, next: &mut u32, busy: &mut Vec<bool>| {
             for place in *next..*next + count {
                 busy[self.slots[place as usize] as usize] = true;
             }
             *next = (*next + count) % streamed;
-            copies.push(count);
+            cuts.push(count);
             u64::from(count)
         };
         for pass in 0..PASSES as u64 {
@@ -189,7 +189,7 @@ impl ModelledPass {
                 }
             }
         }
-        self.copies = copies;
+        self.copies = cuts;
     }
 
     /// Copies of a pass.
@@ -208,14 +208,14 @@ impl ModelledPass {
     fn time(&self, load: &[f64]) -> f64 {
         let mut free_at = vec![0.0_f64; self.ring];
         let (mut link, mut compute, mut began) = (0.0_f64, 0.0_f64, 0.0_f64);
-        let mut copies = self.copies.iter();
+        let mut cuts = self.copies.iter();
         let mut copied = 0_usize;
         for _ in 0..PASSES {
             began = compute;
             let mut freed = 0;
             for (&(needed, frees), load) in self.steps.iter().zip(load) {
                 while copied < needed as usize
-                    && let Some(&count) = copies.next()
+                    && let Some(&count) = cuts.next()
                 {
                     let slots = &self.slots[copied..copied + count as usize];
                     let free = slots.iter().fold(0.0_f64, |free, slot| free.max(free_at[*slot as usize]));

@@ -43,6 +43,13 @@ impl Default for Keeping {
     }
 }
 
+impl Keeping {
+    /// How many pages are kept before all others.
+    pub(crate) fn first_pages(&self) -> u32 {
+        self.first.iter().map(|pages| pages.end - pages.start).sum()
+    }
+}
+
 /// Spans of a pass that are ranked together.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Cell {

@@ -17,7 +17,7 @@
 //!
 //! `again` starts with frames, mappings and staging memory from a load before. `fresh` has none of them; there
 //! the host's zeroing of new memory is timed, and the row is only shown. With `cold` the file is dropped
-//! from the page cache before each load (as far as the system does that), with `cached` it is in there.
+//! from the page cache before each load, and the bench ends if it is not gone; with `cached` it is in there.
 //!
 //! `cargo bench --bench load -- [WORDS] [--check] [--json] [--mib=512] [--repeats=7]`, and the pager's
 //! options `--readers=`, `--streams=`, `--load-mib=`, `--ahead-mib=`.
@@ -182,6 +182,12 @@ fn prepare(path: &Path, cold: bool) -> Outcome {
     if cold {
         // SAFETY: the descriptor is open, and the call only advises.
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        let cached = cached_bytes(&file)?;
+        if cached > file.metadata()?.len() / 50 {
+            return Err(
+                format!("{cached} bytes of the file stay in the page cache: nothing is cold here").into()
+            );
+        }
     } else {
         let mut buffer = vec![0; 1 << 20];
         let mut at = 0;
@@ -194,6 +200,22 @@ fn prepare(path: &Path, cold: bool) -> Outcome {
         }
     }
     Ok(())
+}
+
+/// How much of a file is in the page cache.
+fn cached_bytes(file: &File) -> Outcome<u64> {
+    // SAFETY: the bench's own file, which nobody changes, and no byte of the mapping is read.
+    let mapped = unsafe { memmap2::Mmap::map(file)? };
+    // SAFETY: the call only answers.
+    let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) })?;
+    let mut pages = vec![0_u8; mapped.len().div_ceil(page)];
+    // SAFETY: the mapping begins at a page, and there is a byte for each of its pages.
+    let answer =
+        unsafe { libc::mincore(mapped.as_ptr().cast_mut().cast(), mapped.len(), pages.as_mut_ptr()) };
+    if answer != 0 {
+        return Err(std::io::Error::last_os_error().into());
+    }
+    Ok(pages.iter().filter(|cached| **cached & 1 != 0).count() as u64 * page as u64)
 }
 
 fn card(bytes: u64) -> Outcome<SharedDevice> {
@@ -215,9 +237,6 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
         for (number, name) in WAYS.iter().enumerate() {
             prepare(&setting.path, cold)?;
             let device = if again && round > 0 { None } else { Some(card(setting.bytes)?) };
-            if let Some(way) = &mut ways[number] {
-                way.empty()?;
-            }
             let counted = match &ways[number] {
                 Some(Way::Pager { pager, .. }) if again => Some(pager.device().counts()),
                 _ => None,
@@ -237,6 +256,8 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
                 let copies = (after.copy_to_device - before.copy_to_device).max(1);
                 mean_copy_bytes = (after.bytes_to_device - before.bytes_to_device) / copies;
             }
+            // A file that is mapped would stay in the page cache.
+            way.empty()?;
             if !again {
                 ways[number] = None;
             }

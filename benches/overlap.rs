@@ -2,19 +2,18 @@
 //!
 //! Modelled: a card without bytes and the device's clock, so the numbers are the same on every machine.
 //! A row is a layout on a card that is smaller than it; its ratio is the slowest of passes 3 to 6 over
-//! `max(compute, (weights - (card - headroom)) / link)`. Beside it stands the least that any choice of pages and
-//! ring could take with this compute, see [`least`].
+//! `max(compute, (weights - (card - headroom)) / link)`. Beside it stands the least that any pager could take with
+//! this compute, see [`least`].
 //!
 //! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default] [--ring=PARTS]
-//! [--log]`; a word selects rows
-//! (`FLUX`, `2x`, `even`).
+//! [--log] [--seed=7]`; a word selects rows (`FLUX`, `2x`, `even`), the seed is that of uneven compute.
 
 mod common;
 
 use std::time::Duration;
 
 use common::Outcome;
-use common::card::{LINK, Setup, Spread, addresses, compute, pass};
+use common::card::{LINK, SEED, Setup, Spread, addresses, compute_by, pass};
 use common::models::{Layout, ModelFile};
 use common::table::{Args, Report, Row};
 use serde::Serialize;
@@ -130,13 +129,17 @@ fn main() -> Outcome {
     report.end()
 }
 
-/// What no pass can be shorter than, where pages keep their frames, units are released one after the other and
-/// `link` is the time of the missing bytes.
+/// What passes cannot be shorter than on average, where units are released one after the other, a unit computes when
+/// all of its pages are on the card, and `link` is the time of the missing bytes. It holds whatever is kept when.
 ///
-/// A ring of `R` page copies makes the pass copy `link + R`, since a frame that two pages share is filled for both.
-/// From where one unit begins to compute to where a later one ends, nothing can be copied but the ring once, and
-/// again what the units between the two stream, which is at most all of them: the rest of that time the link
-/// stands still. A larger ring shortens that by as much as it adds to the copies.
+/// Of `P` pages on `F` frames let a page be kept that stays from one use to its next one, a pass later. Each keeping
+/// covers every moment of a pass once, so there are as many at any moment, on average over passes: `K`. A pass copies
+/// what is not kept, `P - K`, which is `link` and the `R = F - K` frames that keep nothing.
+///
+/// From where one unit begins to compute to where a later one ends, what is copied is still in one of those `R`
+/// frames in the end, or was used by a unit between the two, which is at most all that they have: neither unit gives
+/// its frames back in that time. For the rest of it the link stands still. More of such frames shorten that by as
+/// much as they add to the copies. If their number differs from pass to pass the mean of what it leaves is no less.
 fn least(model: &PagedModel, compute: &[Duration], link: Duration) -> Duration {
     let copies: Vec<Duration> =
         model.layout().units().map(|unit| LINK.duration(unit.bytes.end - unit.bytes.start)).collect();
@@ -180,7 +183,8 @@ fn row(
     let missing = weights - (setup.shared().info().total_bytes - figures.headroom_bytes);
     let link = LINK.duration(missing);
     let total = link.mul_f64(compute_per_link);
-    let compute = compute(&setup.model, total, spread);
+    let seed = args.value("--seed").map_or(Ok(SEED), str::parse::<u64>)?;
+    let compute = compute_by(seed, &setup.model, total, spread);
     if args.value("--hint") != Some("none") {
         // What the runner knows: the compute of a pass, not how it is spread.
         let per_gib = total.mul_f64((1_u64 << 30) as f64 / weights as f64);

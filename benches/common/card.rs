@@ -111,10 +111,18 @@ impl Spread {
     }
 }
 
+/// The seed of the factors.
+pub const SEED: u64 = 7;
+
 /// The compute of each unit, `total` in all.
-#[expect(clippy::cast_precision_loss, reason = "sizes and times stay far below 2^52")]
 pub fn compute(model: &PagedModel, total: Duration, spread: Spread) -> Vec<Duration> {
-    let mut numbers = Numbers(7);
+    compute_by(SEED, model, total, spread)
+}
+
+/// The same with factors of another seed.
+#[expect(clippy::cast_precision_loss, reason = "sizes and times stay far below 2^52")]
+pub fn compute_by(seed: u64, model: &PagedModel, total: Duration, spread: Spread) -> Vec<Duration> {
+    let mut numbers = Numbers(seed);
     let weights: Vec<f64> = model
         .layout()
         .units()

@@ -406,6 +406,14 @@ impl ModelState {
     /// Whether `span` is the last of a pass that touches `page`.
     pub(super) fn is_last_use(&self, page: u32, span: u32) -> bool {
         let position = self.order.position(span);
+        // Mostly the next one in address is the next one of the pass, and no page's spans are looked for.
+        let next = span + 1;
+        if next < self.layout.span_count()
+            && self.order.position(next) > position
+            && self.layout.span(next).pages.contains(&page)
+        {
+            return false;
+        }
         self.layout.spans_of_page(page).all(|other| self.order.position(other) <= position)
     }
 

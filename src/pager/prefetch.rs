@@ -80,7 +80,7 @@ fn next_streamed(model: &ModelState, at: PagePlace) -> Option<(u32, PagePlace)> 
 }
 
 /// How many neighbouring pages follow one another from where prefetch goes on, at most `most`, and for how many
-/// of them from the first one on there is a frame.
+/// of them from the first one on there is a frame. Looks no further if there is none for the first.
 fn next_run(control: &Control, model: &ModelState, id: u32, most: u32) -> (u32, u32) {
     let (mut run, mut free) = (0, 0);
     let mut place = model.cursor;
@@ -90,10 +90,13 @@ fn next_run(control: &Control, model: &ModelState, id: u32, most: u32) -> (u32, 
         && expected.is_none_or(|expected| expected == page)
         && !control.is_present(id, page)
     {
-        if free == run && frame_ahead(control, id, page).is_some() {
+        if free == run && frame_ahead(control, model, page).is_some() {
             free += 1;
         }
         run += 1;
+        if free == 0 {
+            break;
+        }
         expected = Some(page + 1);
         place = next;
     }
@@ -116,26 +119,23 @@ fn claim_run(control: &mut Control, id: u32, first: u32, count: u32) -> u32 {
 }
 
 /// The frame of a page's slot, if the pass is through with what lies there.
-fn frame_ahead(control: &Control, id: u32, page: u32) -> Option<u32> {
-    let model = control.model(id)?;
+fn frame_ahead(control: &Control, model: &ModelState, page: u32) -> Option<u32> {
     let entry = model.pages[page as usize];
     let frame = *control.frames.ring.get(entry.slot as usize)?;
     if frame == NONE || entry.frame != frame && entry.frame != NONE {
         // A change of plan is carried out by the fault itself, not ahead of it.
         return None;
     }
-    if !claim::is_spare(control, frame) || control.frames.info(frame).loading != 0 {
-        return None;
-    }
-    // The spans of the page itself must not be under way: their fault claims for itself.
-    let busy = model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
-    (!busy).then_some(frame)
+    (claim::is_spare(control, frame) && control.frames.info(frame).loading == 0).then_some(frame)
 }
 
 /// Takes the frame of a page's slot for it, if the pass is through with what lies there.
 fn claim_ahead(control: &mut Control, id: u32, page: u32) -> bool {
-    let Some(frame) = frame_ahead(control, id, page) else { return false };
-    if !claim::take(control, frame) {
+    let Some(model) = control.model(id) else { return false };
+    let Some(frame) = frame_ahead(control, model, page) else { return false };
+    // The spans of the page itself must not be under way: their fault claims for itself.
+    let busy = model.layout.spans_of_page(page).any(|span| model.words[span as usize].0.view().pins() > 0);
+    if busy || !claim::take(control, frame) {
         return false;
     }
     let mut mapped = Vec::new();

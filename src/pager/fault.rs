@@ -411,9 +411,11 @@ fn measure_begin(control: &mut Control, id: u32, span: u32, stream: &PagerStream
     }
 }
 
-/// The model's runner does what no measure could tell from compute.
+/// The model's runner does what its measure could not tell from compute. A pass that was watched to its end stands.
 fn measure_not(control: &mut Control, id: u32) {
-    if let Some(model) = control.model_mut(id) {
+    if let Some(model) = control.model_mut(id)
+        && model.measure.is_on()
+    {
         model.measure.give_up();
     }
 }

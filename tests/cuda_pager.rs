@@ -10,13 +10,14 @@ mod common;
 use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::standin::{Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
-use vram_pager::pager::{ModelOptions, PagerError, PagerOptions, Verifier};
+use vram_pager::pager::{ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier};
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{KIB, MIB};
 
@@ -229,6 +230,161 @@ fn a_cuda_card_without_virtual_memory_calls_gives_right_bytes_with_and_without_p
     }
     standin.set_abilities(true, true);
     assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0));
+}
+
+/// A card that holds a part of a model, and a runner whose work with each unit takes a second by the card's clock.
+struct Timed {
+    standin: &'static Standin,
+    device: SharedDevice,
+    model: Arc<PagedModel>,
+    verifier: Verifier,
+    stream: PagerStream,
+    _file: ModelFile,
+}
+
+impl Timed {
+    fn new(standin: &'static Standin, runner: Option<&Runner>) -> Self {
+        let file = ModelFile::new(&[(1000, 1024); 12], 34);
+        let device = device::open("cuda:0,cap=16MiB").unwrap();
+        let pager = pager(&device, options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        let stream = match runner {
+            // SAFETY: the runner destroys it after all of this is gone.
+            Some(runner) => unsafe { pager.register_raw(runner.stream) }.unwrap(),
+            None => pager.stream().unwrap(),
+        };
+        Self { standin, device, model, verifier, stream, _file: file }
+    }
+
+    /// Faults a unit and checks its bytes; `held` says whether the work with it takes its second.
+    fn unit(&self, unit: u64, held: bool) {
+        let mut check = self.verifier.begin(&self.stream).unwrap();
+        for piece in 0..self.model.pieces(unit_id(unit)).unwrap() {
+            let guard = self.model.fault_piece(unit_id(unit), piece, &self.stream).unwrap();
+            if held {
+                // Streams have the numbers 1, 2, ... in the order of their creation, for us and for the stand-in.
+                drop(self.standin.hold(0, self.stream.id().0));
+            }
+            check.tensors(&guard.tensors()).unwrap();
+            guard.release();
+        }
+        assert_eq!(check.finish().unwrap(), []);
+    }
+
+    fn units(&self) -> u64 {
+        self.model.index().units().len() as u64
+    }
+
+    fn pass(&self, held: bool) {
+        (0..self.units()).for_each(|unit| self.unit(unit, held));
+    }
+
+    fn measured(&self) -> Option<Duration> {
+        self.model.figures().measured_compute
+    }
+
+    /// Spans of the model, each of which takes its second.
+    fn spans(&self) -> u64 {
+        (0..self.units()).map(|unit| u64::from(self.model.pieces(unit_id(unit)).unwrap())).sum()
+    }
+}
+
+#[test]
+fn each_units_compute_is_learned_in_the_first_pass_from_events_that_keep_time() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    {
+        let card = Timed::new(standin, None);
+        assert!(card.device.tells_elapsed());
+        card.pass(true);
+        assert_eq!(
+            (card.measured(), standin.calls_of("cuEventElapsedTime")),
+            (None, 0),
+            "not before its end"
+        );
+        let counts = card.model.counts();
+        assert!(counts.streamed > 0 && counts.loaded > 0, "some stay and some stream: {counts:?}");
+        card.unit(0, false);
+        let spans = card.spans();
+        let learned = card.measured().unwrap();
+        let right = Duration::from_millis(999 * spans)..Duration::from_millis(1001 * spans + 400);
+        assert!(right.contains(&learned), "{learned:?} of {spans} spans");
+        assert_eq!(standin.calls_of("cuEventElapsedTime"), spans, "each was asked for once");
+        // Two points for each span; what is recorded from here on keeps no time.
+        let timed = standin.timed_events(0);
+        assert!((spans..=2 * spans).contains(&timed), "{timed} of {spans} spans");
+        (1..card.units()).for_each(|unit| card.unit(unit, false));
+        (0..3).for_each(|_| card.pass(true));
+        let created = standin.calls_of("cuEventCreate");
+        let recorded = standin.calls_of("cuEventRecord");
+        (0..3).for_each(|_| card.pass(true));
+        assert_eq!(standin.calls_of("cuEventCreate"), created, "events are used again");
+        assert!(standin.calls_of("cuEventRecord") > recorded);
+        assert_eq!((standin.timed_events(0), standin.calls_of("cuEventElapsedTime")), (timed, spans));
+        assert_eq!(card.measured(), Some(learned));
+    }
+    assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0));
+}
+
+#[test]
+fn a_time_that_cannot_be_had_leaves_the_compute_unlearned_and_everything_else_right() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    for failure in [
+        "cuEventElapsedTime@1=999",
+        "cuEventElapsedTime@7+=999",
+        "cuEventElapsedTime@3=600",
+        "cuEventElapsedTime@1+=801",
+        "cuEventElapsedTime@5=400",
+        "cuEventElapsedTime@2=2",
+    ] {
+        standin.fail(failure);
+        let card = Timed::new(standin, None);
+        let device = Arc::clone(&card.device);
+        (0..4).for_each(|_| card.pass(true));
+        assert_eq!(card.measured(), None, "{failure}");
+        assert!(standin.calls_of("cuEventElapsedTime") > 0, "{failure}");
+        device.memory().expect("no error was left behind");
+        drop(card);
+        assert_nothing_left(&device);
+        drop(device);
+        standin.fail("");
+        assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0), "{failure}");
+    }
+}
+
+/// Between two points that lie on both sides of a capture is more than compute.
+#[test]
+fn a_stream_that_was_captured_in_the_first_pass_is_not_measured() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    // A guard that is released in the capture, a fault that is refused in it, and neither.
+    for (released, refused) in [(true, false), (false, true), (false, false)] {
+        let holder = device::open("cuda:0").unwrap();
+        let runner = Runner::new(standin);
+        {
+            let card = Timed::new(standin, Some(&runner));
+            let units = card.units();
+            (0..units - 1).for_each(|unit| card.unit(unit, false));
+            let guard = card.model.fault_piece(unit_id(units - 1), 0, &card.stream).unwrap();
+            if released || refused {
+                standin.set_capturing(runner.stream, true);
+            }
+            if refused {
+                let error = card.model.fault_piece(unit_id(0), 0, &card.stream).unwrap_err();
+                assert!(matches!(error, PagerError::Capturing { .. }), "{error}");
+                standin.set_capturing(runner.stream, false);
+            }
+            drop(guard);
+            standin.set_capturing(runner.stream, false);
+            card.stream.synchronize().unwrap();
+            (0..3).for_each(|_| card.pass(false));
+            assert_eq!(card.measured().is_none(), released || refused, "{released} {refused}");
+        }
+        drop((runner, holder));
+        assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0));
+    }
 }
 
 /// What may differ between two looks at a card that nobody used meanwhile: nothing.

@@ -80,6 +80,7 @@ fn calls(standin: &'static Standin, files: &Files) -> Vec<(String, u64)> {
     assert!(errors.is_empty(), "{errors:?}");
     drop(device);
     let calls = standin.calls_by_name();
+    assert!(calls.iter().any(|(call, count)| call == "cuEventElapsedTime" && *count >= 4), "{calls:?}");
     assert!(calls.len() > 30 && calls.iter().map(|(_, count)| count).sum::<u64>() > 1000, "{calls:?}");
     calls
 }
@@ -116,6 +117,10 @@ fn each_driver_call_fails_once_and_nothing_is_lost_or_wrong() {
         }
     }
     assert!(runs > 200, "{runs}");
+    // A time that cannot be told costs the measuring alone.
+    for failure in ["cuEventElapsedTime@1=999", "cuEventElapsedTime@1+=2", "cuEventElapsedTime@4=999"] {
+        assert_eq!(run(standin, &files, failure).len(), 0, "{failure}");
+    }
     assert!(run(standin, &files, "").is_empty());
 }
 

@@ -88,10 +88,13 @@ fn everything(text: &str) -> Result<(), DeviceError> {
         device.fill(sum.range(), 0, stream.id())?;
         stream.launch(&checksum_launch(device.kernel("checksum")?, target.range(), 7, sum.range()))?;
     }
+    let began = fences.record_timed(&stream)?;
     let fence = fences.record(&stream)?;
     fence.wait_on(&stream)?;
+    let ended = fences.record_timed(&stream)?;
     fence.is_done()?;
-    fence.wait()?;
+    ended.wait()?;
+    assert_eq!(ended.elapsed_since(&began)?.is_some(), device.tells_elapsed());
     assert!(fence.is_done()?);
     assert!(!stream.is_capturing()?);
     let mut answer = 0_u64;
@@ -104,7 +107,7 @@ fn everything(text: &str) -> Result<(), DeviceError> {
     device.pool_figures()?;
     device.synchronize()?;
     drop(settled);
-    drop((memory, sum, target, block, fence, fences, stream));
+    drop((memory, sum, target, block, began, fence, ended, fences, stream));
     assert_eq!(device.live(), LiveObjects::default());
     Ok(())
 }
@@ -309,6 +312,109 @@ fn foreign_streams_are_adopted_or_refused_and_never_destroyed() {
 }
 
 #[test]
+fn only_events_that_are_to_tell_a_time_keep_one() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    let device = open("cuda:0").unwrap();
+    let stream = Stream::new(&device, StreamPriority::Normal).unwrap();
+    let fences = FencePool::new(&device);
+    let untimed: Vec<_> = (0..3).map(|_| fences.record(&stream).unwrap()).collect();
+    untimed[2].wait().unwrap();
+    assert_eq!((device.live().events, standin.timed_events(0)), (3, 0));
+    assert_eq!(untimed[2].elapsed_since(&untimed[0]).unwrap(), None);
+    let timed = [fences.record_timed(&stream).unwrap(), fences.record_timed(&stream).unwrap()];
+    timed[1].wait().unwrap();
+    assert_eq!((device.live().events, standin.timed_events(0)), (5, 2));
+    assert_eq!(timed[1].elapsed_since(&untimed[0]).unwrap(), None);
+    assert_eq!(untimed[2].elapsed_since(&timed[0]).unwrap(), None);
+    assert_eq!(standin.calls_of("cuEventElapsedTime"), 0, "what keeps no time is not asked for it");
+    assert!(timed[1].elapsed_since(&timed[0]).unwrap().is_some());
+    drop((untimed, timed));
+    // From here on no event is created, and each serves what it served.
+    let created = standin.calls_of("cuEventCreate");
+    for _ in 0..8 {
+        let _ordinary: Vec<_> = (0..3).map(|_| fences.record(&stream).unwrap()).collect();
+        let timed = [fences.record_timed(&stream).unwrap(), fences.record_timed(&stream).unwrap()];
+        timed[1].wait().unwrap();
+        assert!(timed[1].elapsed_since(&timed[0]).unwrap().is_some());
+    }
+    assert_eq!((standin.calls_of("cuEventCreate"), standin.timed_events(0)), (created, 2));
+    assert_eq!(standin.misuses(), misuses);
+}
+
+#[test]
+fn a_time_that_the_driver_does_not_tell_is_none_and_a_refusal_is_an_error() {
+    let (_alone, standin) = alone();
+    let device = open("cuda:0").unwrap();
+    let stream = Stream::new(&device, StreamPriority::Normal).unwrap();
+    let fences = FencePool::new(&device);
+    let points = [fences.record_timed(&stream).unwrap(), fences.record_timed(&stream).unwrap()];
+    points[1].wait().unwrap();
+    let told = || points[1].elapsed_since(&points[0]);
+    for code in [400, 600] {
+        standin.fail(&format!("cuEventElapsedTime@1={code}"));
+        assert_eq!(told().unwrap(), None, "{code}");
+    }
+    standin.fail("cuEventElapsedTime@1=999");
+    assert!(matches!(told().unwrap_err(), DeviceError::Driver { code: 999, .. }));
+    assert!(told().unwrap().is_some(), "the next call works");
+    standin.fail("cuEventElapsedTime@1=700");
+    assert!(told().unwrap_err().is_lost());
+    assert!(told().unwrap_err().is_lost());
+    standin.fail("");
+}
+
+/// The driver's own words for it, which the backend never makes it say.
+#[test]
+fn the_stand_in_refuses_times_as_a_driver_does() {
+    type Elapsed = unsafe extern "C" fn(*mut f32, *mut c_void, *mut c_void) -> c_int;
+    type Record = unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int;
+    let (_alone, standin) = alone();
+    let device = open("cuda:0").unwrap();
+    let mut context = null_mut();
+    // SAFETY: the driver's signatures; what is retained and created is given back below.
+    unsafe {
+        let retain: Retain = std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRetain"));
+        let push: StreamDestroy = std::mem::transmute(standin.symbol("cuCtxPushCurrent_v2"));
+        let pop: ContextCall = std::mem::transmute(standin.symbol("cuCtxPopCurrent_v2"));
+        let release: unsafe extern "C" fn(c_int) -> c_int =
+            std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRelease_v2"));
+        let create_stream: StreamCreate = std::mem::transmute(standin.symbol("cuStreamCreate"));
+        let destroy_stream: StreamDestroy = std::mem::transmute(standin.symbol("cuStreamDestroy_v2"));
+        let create: StreamCreate = std::mem::transmute(standin.symbol("cuEventCreate"));
+        let destroy: StreamDestroy = std::mem::transmute(standin.symbol("cuEventDestroy_v2"));
+        let record: Record = std::mem::transmute(standin.symbol("cuEventRecord"));
+        let wait: StreamDestroy = std::mem::transmute(standin.symbol("cuEventSynchronize"));
+        let elapsed: Elapsed = std::mem::transmute(standin.symbol("cuEventElapsedTime"));
+        assert_eq!((retain(&raw mut context, 0), push(context)), (0, 0));
+        let (mut stream, mut untimed, mut first, mut second) =
+            (null_mut(), null_mut(), null_mut(), null_mut());
+        assert_eq!(create_stream(&raw mut stream, 1), 0);
+        for (event, flags) in [(&raw mut untimed, 2), (&raw mut first, 0), (&raw mut second, 0)] {
+            assert_eq!(create(event, flags), 0);
+        }
+        let mut time = -1.0;
+        assert_eq!((record(untimed, stream), record(first, stream)), (0, 0));
+        assert_eq!(elapsed(&raw mut time, first, second), 400, "never recorded");
+        assert_eq!(elapsed(&raw mut time, untimed, first), 400, "created without a time");
+        assert_eq!(elapsed(&raw mut time, first, stream), 400, "no event");
+        let held = standin.hold(0, 1);
+        assert_eq!(record(second, stream), 0);
+        assert_eq!(elapsed(&raw mut time, first, second), 600, "not passed yet");
+        assert!((time - -1.0).abs() < f32::EPSILON, "nothing is told with a refusal");
+        drop(held);
+        assert_eq!((wait(second), elapsed(&raw mut time, first, second)), (0, 0));
+        assert!((999.0..1500.0).contains(&time), "{time} ms of a held second");
+        for event in [untimed, first, second] {
+            assert_eq!(destroy(event), 0);
+        }
+        assert_eq!((destroy_stream(stream), pop(&raw mut context), release(0)), (0, 0, 0));
+    }
+    drop(device);
+    assert_eq!(standin.leftovers(), 0);
+}
+
+#[test]
 fn no_call_leaves_a_context_bound() {
     let (_alone, standin) = alone();
     everything("cuda:0").unwrap();
@@ -413,6 +519,8 @@ fn a_card_with_less_still_works() {
             "vmm=true pools=true",
         ),
         (&[("MISSING", "cuCtxGetCurrent,cuDeviceGetAttribute,cuGetErrorName")], "vmm=true pools=true"),
+        (&[("MISSING", "cuEventElapsedTime")], "missing=[\"cuEventElapsedTime\"]"),
+        (&[("MISSING", "cuEventCreate")], "missing=[\"cuEventCreate\"]"),
         (&[("VERSION", "12000")], "12000 vmm=true"),
         (&[("PAGE", "64KiB"), ("DELAYS", "9")], "vmm=true"),
     ] {

@@ -12,6 +12,7 @@ mod standin;
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vram_pager::device::{
     AddressRange, DeviceError, Event, FencePool, FrameSet, HostBlock, KernelArg, KernelArgs, KernelModule,
@@ -486,6 +487,72 @@ fn fences_return_their_events_to_the_pool(rig: &Rig) {
     assert_eq!(rig.device.live().events, 0);
 }
 
+fn the_time_between_two_timed_points_is_that_of_the_work_between(rig: &Rig) {
+    let stream = rig.stream();
+    let fences = FencePool::new(&rig.device);
+    assert!(rig.device.tells_elapsed());
+    let began = fences.record_timed(&stream).unwrap();
+    // A second by the clock of the card, however long it is.
+    let held = rig.hold.as_ref().map(|hold| hold(&stream));
+    let ended = fences.record_timed(&stream).unwrap();
+    let at_least = Duration::from_millis(if held.is_some() { 999 } else { 0 });
+    if held.is_some() {
+        assert_eq!(ended.elapsed_since(&began).unwrap(), None, "not passed yet");
+    }
+    drop(held);
+    ended.wait().unwrap();
+    let time = ended.elapsed_since(&began).unwrap().unwrap();
+    assert!((at_least..at_least + Duration::from_millis(500)).contains(&time), "{time:?}");
+    assert_eq!(began.elapsed_since(&began).unwrap(), Some(Duration::ZERO));
+    assert_eq!(began.elapsed_since(&ended).unwrap(), Some(Duration::ZERO), "the other way round");
+}
+
+fn a_time_that_nobody_kept_is_none_and_no_error(rig: &Rig) {
+    let (device, stream) = (&rig.device, rig.stream());
+    let [timed, recorded] = [0, 1].map(|_| device.create_timed_event().unwrap());
+    // SAFETY: all live until they are destroyed; what is misuse is refused before it does anything.
+    unsafe {
+        device.record(recorded, stream.id()).unwrap();
+        device.wait_event(recorded).unwrap();
+        assert_eq!(device.elapsed(timed, recorded).unwrap(), None, "one was never recorded");
+        assert_eq!(device.elapsed(recorded, timed).unwrap(), None, "one was never recorded");
+        let ordinary = device.create_event().unwrap();
+        device.record(ordinary, stream.id()).unwrap();
+        device.wait_event(ordinary).unwrap();
+        // Some devices tell it of ordinary events, too; none refuses.
+        device.elapsed(recorded, ordinary).unwrap();
+        device.elapsed(ordinary, recorded).unwrap();
+        for event in [timed, ordinary] {
+            device.destroy_event(event).unwrap();
+            assert_misuse(device.elapsed(recorded, event), "event");
+            assert_misuse(device.elapsed(event, recorded), "event");
+        }
+        // It is not the call that tells what a drop left behind.
+        device.defer(DeviceError::Misuse { call: "drop", why: "kept for later".to_owned() });
+        assert!(device.elapsed(recorded, recorded).unwrap().is_some());
+        assert_misuse(device.query(recorded), "kept for later");
+        device.destroy_event(recorded).unwrap();
+    }
+}
+
+fn timed_fences_return_their_events_to_a_list_of_their_own(rig: &Rig) {
+    let stream = rig.stream();
+    let fences = FencePool::new(&rig.device);
+    for _ in 0..10 {
+        let (ordinary, timed) = (fences.record(&stream).unwrap(), fences.record_timed(&stream).unwrap());
+        let other = timed.clone();
+        drop((timed, ordinary));
+        other.wait().unwrap();
+    }
+    assert_eq!(rig.device.live().events, 2);
+    let both = [fences.record_timed(&stream).unwrap(), fences.record_timed(&stream).unwrap()];
+    assert_eq!(rig.device.live().events, 3, "an ordinary event serves no timed fence");
+    both[1].wait().unwrap();
+    assert!(both[1].elapsed_since(&both[0]).unwrap().is_some());
+    drop((both, fences));
+    assert_eq!(rig.device.live().events, 0);
+}
+
 fn nothing_is_live_after_everything_was_dropped(rig: &Rig) {
     let free = rig.device.memory().unwrap().free;
     {
@@ -586,6 +653,9 @@ macro_rules! contracts {
             a_full_device_says_so_and_recovers,
             kernels_are_looked_up_by_name_and_names_are_new,
             fences_return_their_events_to_the_pool,
+            the_time_between_two_timed_points_is_that_of_the_work_between,
+            a_time_that_nobody_kept_is_none_and_no_error,
+            timed_fences_return_their_events_to_a_list_of_their_own,
             nothing_is_live_after_everything_was_dropped,
             an_error_of_a_drop_surfaces_at_the_next_call,
             calls_are_counted,

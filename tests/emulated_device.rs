@@ -500,11 +500,13 @@ fn script(device: &Arc<EmulatedDevice>) -> Result<(), DeviceError> {
             card.copy_to_host(block.start(), second, stream.id())?;
             let kernel = card.kernel("checksum")?;
             stream.launch(&checksum_launch(kernel, second, 0, first.part(0, 8).unwrap()))?;
+            let began = fences.record_timed(&stream)?;
             stream.charge_compute(Duration::from_micros(9))?;
-            let fence = fences.record(&stream)?;
+            let fence = fences.record_timed(&stream)?;
             fence.wait_on(&other)?;
             fence.is_done()?;
-            fence.wait()
+            fence.wait()?;
+            fence.elapsed_since(&began).map(|_| ())
         }
     };
     let answer = work();
@@ -516,6 +518,33 @@ fn script(device: &Arc<EmulatedDevice>) -> Result<(), DeviceError> {
     card.pool_trim(0)?;
     // SAFETY: nothing is in flight.
     unsafe { range.unmap(1) }
+}
+
+#[test]
+fn the_time_between_two_points_is_exact() {
+    let device = small_card();
+    let (first, second) = (stream(&device), stream(&device));
+    let fences = FencePool::new(&shared(&device));
+    assert!(device.tells_elapsed());
+    let began = fences.record_timed(&first).unwrap();
+    first.charge_compute(Duration::from_millis(5)).unwrap();
+    let ended = fences.record_timed(&first).unwrap();
+    assert_eq!(ended.elapsed_since(&began).unwrap(), None, "not passed yet");
+    // Behind both by the clock of the card, on another stream.
+    ended.wait_on(&second).unwrap();
+    second.charge_compute(Duration::from_millis(2)).unwrap();
+    let last = fences.record_timed(&second).unwrap();
+    last.wait().unwrap();
+    assert_eq!(ended.elapsed_since(&began).unwrap(), Some(Duration::from_millis(5)));
+    assert_eq!(last.elapsed_since(&began).unwrap(), Some(Duration::from_millis(7)));
+    assert_eq!(began.elapsed_since(&last).unwrap(), Some(Duration::ZERO), "the other way round");
+    // A failure is told, and is not for good.
+    device.inject(Fault::once(CallKind::Elapsed, 1));
+    assert!(matches!(ended.elapsed_since(&began), Err(DeviceError::Driver { call: "elapsed", .. })));
+    assert!(ended.elapsed_since(&began).unwrap().is_some());
+    let other = FencePool::new(&shared(&small_card()));
+    let error = other.record(&stream(&small_card())).and_then(|other| ended.elapsed_since(&other));
+    assert!(error.is_err());
 }
 
 /// What counts the card's memory at an end waits for the card first: see the stress test's.

@@ -223,6 +223,15 @@ pub extern "C" fn vram_pager_standin_set_abilities(virtual_memory: c_int, pools:
     state.settings.pools = pools != 0;
 }
 
+/// Events of a card that keep time, of those that exist; 0 if the card is not open.
+// SAFETY: a name of this library's own.
+#[unsafe(no_mangle)]
+pub extern "C" fn vram_pager_standin_timed_events(ordinal: u32) -> u64 {
+    let state = state();
+    let card = usize::try_from(ordinal).ok().and_then(|index| state.cards.get(index)?.as_ref());
+    card.map_or(0, |card| card.events.values().filter(|event| event.timed).count() as u64)
+}
+
 /// Makes a stream pass for one that is being captured into a graph, or no longer. Whatever is enqueued or
 /// recorded on it meanwhile, or waited for, is misuse.
 // SAFETY: a name of this library's own.

@@ -74,6 +74,15 @@ pub struct StreamEntry {
     pub flags: u32,
 }
 
+/// An event that somebody created.
+#[derive(Clone, Copy)]
+pub struct EventEntry {
+    pub id: EventId,
+    /// Whether it keeps time.
+    pub timed: bool,
+    pub recorded: bool,
+}
+
 /// A frame by its handle.
 pub struct FrameEntry {
     pub id: FrameId,
@@ -112,7 +121,7 @@ pub struct Card {
     pub per_thread: HashMap<ThreadId, StreamId>,
     pub streams: HashMap<usize, StreamEntry>,
     pub streams_created: u64,
-    pub events: HashMap<usize, EventId>,
+    pub events: HashMap<usize, EventEntry>,
     pub frames: HashMap<u64, FrameEntry>,
     pub ranges: BTreeMap<u64, u64>,
     /// What was reserved for each range, which is more where it is aligned to more than a page.

@@ -5,11 +5,14 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use vram_pager::device::{StreamId, StreamPriority, Streams};
+use vram_pager::device::{EventId, StreamId, StreamPriority, Streams};
 
 use crate::codes::{CAPTURE_UNSUPPORTED, INVALID_HANDLE, INVALID_VALUE, NOT_READY};
 use crate::pool::trim_to_thresholds;
-use crate::state::{Answer, Card, Fail, State, StreamEntry, state, write};
+use crate::state::{Answer, Card, EventEntry, Fail, State, StreamEntry, state, write};
+
+/// Events keep no time.
+const DISABLE_TIMING: c_uint = 2;
 
 /// A stream as a call names it.
 #[derive(Clone, Copy)]
@@ -64,12 +67,24 @@ pub fn order(card: &Card, stream: Named) -> Answer {
     Ok(())
 }
 
-fn event_of(card: &Card, handle: *mut c_void) -> Result<vram_pager::device::EventId, Fail> {
+fn event_of(card: &Card, handle: *mut c_void) -> Result<EventId, Fail> {
     let handle = handle as usize;
     card.events
         .get(&handle)
-        .copied()
+        .map(|event| event.id)
         .ok_or_else(|| Fail::misuse(INVALID_HANDLE, format!("{handle:#x} is no event")))
+}
+
+/// An event whose time can be asked for: it was recorded, and keeps time.
+fn timed_event_of(card: &Card, handle: *mut c_void) -> Result<EventId, Fail> {
+    let id = event_of(card, handle)?;
+    match card.events.get(&(handle as usize)) {
+        Some(EventEntry { timed: true, recorded: true, .. }) => Ok(id),
+        Some(EventEntry { timed: true, .. }) => {
+            Err(Fail::misuse(INVALID_HANDLE, format!("{handle:p} was never recorded")))
+        }
+        _ => Err(Fail::misuse(INVALID_HANDLE, format!("{handle:p} keeps no time"))),
+    }
 }
 
 /// There are no graphs here: a stream only passes for one that is being captured, so that a test can show
@@ -211,7 +226,7 @@ driver_calls! {
         let handle = state.handle();
         let card = state.current()?;
         let id = card.device.create_event()?;
-        card.events.insert(handle, id);
+        card.events.insert(handle, EventEntry { id, timed: flags & DISABLE_TIMING == 0, recorded: false });
         write(event, handle as *mut c_void)
     }
 
@@ -229,10 +244,13 @@ driver_calls! {
         let mut state = state();
         refuse_capturing(&state, stream)?;
         let card = state.current()?;
-        let (stream, event) = (stream_of(card, stream)?, event_of(card, event)?);
+        let (stream, id) = (stream_of(card, stream)?, event_of(card, event)?);
         order(card, stream)?;
         // SAFETY: both are live.
-        unsafe { card.device.record(event, stream.id)? };
+        unsafe { card.device.record(id, stream.id)? };
+        if let Some(event) = card.events.get_mut(&(event as usize)) {
+            event.recorded = true;
+        }
         Ok(())
     }
 
@@ -255,5 +273,19 @@ driver_calls! {
         // SAFETY: as above.
         unsafe { device.wait_event(event)? };
         waited()
+    }
+
+    fn cuEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) {
+        let (device, start, end) = {
+            let mut state = state();
+            let card = state.current()?;
+            (card.device.clone(), timed_event_of(card, start)?, timed_event_of(card, end)?)
+        };
+        // SAFETY: live unless another thread destroys one meanwhile, which the device reports.
+        let elapsed = unsafe {
+            if device.query(start)? && device.query(end)? { device.elapsed(start, end)? } else { None }
+        };
+        let elapsed = elapsed.ok_or(Fail::plain(NOT_READY))?;
+        write(milliseconds, elapsed.as_secs_f32() * 1e3)
     }
 }

@@ -93,8 +93,8 @@ impl Clock for Caught {
         self.inner.now()
     }
 
-    fn tells_when_passed(&self) -> bool {
-        self.inner.tells_when_passed()
+    fn tells_elapsed(&self) -> bool {
+        self.inner.tells_elapsed()
     }
 
     fn set_now(&self, time: ModelTime) {
@@ -167,11 +167,12 @@ caught! { Streams:
     fn adopt_stream(stream: *mut std::ffi::c_void) -> StreamId;
     fn is_capturing(stream: StreamId) -> bool;
     #[safe] fn create_event() -> EventId;
+    #[safe] fn create_timed_event() -> EventId;
     fn destroy_event(event: EventId) -> ();
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
-    fn passed_at(event: EventId) -> Option<ModelTime>;
+    fn elapsed(from: EventId, to: EventId) -> Option<Duration>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }

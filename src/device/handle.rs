@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use super::{DeviceError, EventId, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
 use crate::sync::Owners;
-use crate::units::{DeviceAddress, DeviceRange, ModelTime, ask_host, try_filled};
+use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
 
 /// A stream of a device; one that was created here is destroyed on drop, after its work has run.
 pub struct Stream {
@@ -142,6 +142,12 @@ impl Event {
         Ok(Self { device: Arc::clone(device), id })
     }
 
+    /// The same, of an event that keeps the time at which its record is passed, where the device has such events.
+    pub fn timed(device: &SharedDevice) -> Result<Self, DeviceError> {
+        let id = device.create_timed_event()?;
+        Ok(Self { device: Arc::clone(device), id })
+    }
+
     fn record(&self, stream: StreamId) -> Result<(), DeviceError> {
         // SAFETY: `id` is live as long as this handle; callers pass the id of a live stream.
         unsafe { self.device.record(self.id, stream) }
@@ -174,11 +180,22 @@ struct FenceSlot {
     event: Event,
     /// Clones of the fence that this event stands for now; zero while it lies in the pool.
     owners: Owners,
+    /// Whether the event keeps time, and so in which list it lies while it is idle.
+    timed: bool,
     pool: std::sync::Weak<FencePoolInner>,
 }
 
 struct FencePoolInner {
+    /// Ordinary events.
     idle: Mutex<Vec<Arc<FenceSlot>>>,
+    /// Events that keep time, which costs a card a little at each record.
+    idle_timed: Mutex<Vec<Arc<FenceSlot>>>,
+}
+
+impl FencePoolInner {
+    fn idle(&self, timed: bool) -> &Mutex<Vec<Arc<FenceSlot>>> {
+        if timed { &self.idle_timed } else { &self.idle }
+    }
 }
 
 /// Events kept for fences, so that a fence in steady state allocates nothing and creates no event.
@@ -192,18 +209,32 @@ impl FencePool {
     pub fn new(device: &SharedDevice) -> Self {
         Self {
             device: Arc::clone(device),
-            inner: Arc::new(FencePoolInner { idle: Mutex::new(Vec::with_capacity(64)) }),
+            inner: Arc::new(FencePoolInner {
+                idle: Mutex::new(Vec::with_capacity(64)),
+                idle_timed: Mutex::new(Vec::new()),
+            }),
         }
     }
 
     /// Records a fence at the point that `stream` has been given work up to.
     pub fn record(&self, stream: &Stream) -> Result<Fence, DeviceError> {
-        let idle = self.inner.idle.lock().pop();
+        self.record_in(stream, false)
+    }
+
+    /// The same, with an event that keeps the time at which the point is passed, where the device has such events:
+    /// see [`Fence::elapsed_since`].
+    pub fn record_timed(&self, stream: &Stream) -> Result<Fence, DeviceError> {
+        self.record_in(stream, true)
+    }
+
+    fn record_in(&self, stream: &Stream, timed: bool) -> Result<Fence, DeviceError> {
+        let idle = self.inner.idle(timed).lock().pop();
         let slot = match idle {
             Some(slot) => slot,
             None => Arc::new(FenceSlot {
-                event: Event::new(&self.device)?,
+                event: if timed { Event::timed(&self.device)? } else { Event::new(&self.device)? },
                 owners: Owners::none(),
+                timed,
                 pool: Arc::downgrade(&self.inner),
             }),
         };
@@ -228,11 +259,20 @@ impl Fence {
         unsafe { event.device.query(event.id) }
     }
 
-    /// When the point was passed, by the device's clock; `None` if it was not yet, or if the clock does not tell.
-    pub(crate) fn passed_at(&self) -> Result<Option<ModelTime>, DeviceError> {
-        let event = &self.slot.event;
-        // SAFETY: the slot keeps the event alive.
-        unsafe { event.device.passed_at(event.id) }
+    /// How long after the point of `from` this one was passed, by the device's own clock, which is modelled on an
+    /// emulated device; zero if it was passed before it. `None` if one of them was not passed yet or keeps no time:
+    /// both must be of [`FencePool::record_timed`], on a device whose events can ([`super::Clock::tells_elapsed`]).
+    ///
+    /// # Errors
+    /// [`DeviceError::InvalidArgument`] if the fences are of two devices; else what the device refuses with.
+    pub fn elapsed_since(&self, from: &Self) -> Result<Option<Duration>, DeviceError> {
+        let (from, to) = (&from.slot.event, &self.slot.event);
+        if from.device.identity() != to.device.identity() {
+            let why = "the two fences are of different devices".to_owned();
+            return Err(DeviceError::InvalidArgument { call: "elapsed", why });
+        }
+        // SAFETY: the slots keep both events alive, and both are this device's.
+        unsafe { to.device.elapsed(from.id, to.id) }
     }
 
     /// Blocks the calling thread until the point has been passed.
@@ -281,7 +321,7 @@ impl Drop for Fence {
         if self.slot.owners.leave()
             && let Some(pool) = self.slot.pool.upgrade()
         {
-            pool.idle.lock().push(Arc::clone(&self.slot));
+            pool.idle(self.slot.timed).lock().push(Arc::clone(&self.slot));
         }
     }
 }

@@ -332,6 +332,12 @@ pub trait Streams {
     /// Creates an event, not recorded yet: waiting on it is no wait and a query answers done.
     fn create_event(&self) -> Result<EventId, DeviceError>;
 
+    /// Creates an event, as [`Self::create_event`] does, whose records keep the time at which they are passed:
+    /// for [`Self::elapsed`]. A device where ordinary events do so as well, or none can, makes an ordinary one.
+    fn create_timed_event(&self) -> Result<EventId, DeviceError> {
+        self.create_event()
+    }
+
     /// Destroys an event. Waits that were already enqueued on it hold.
     ///
     /// # Safety
@@ -356,13 +362,19 @@ pub trait Streams {
     /// `event` is a live handle of this device.
     unsafe fn query(&self, event: EventId) -> Result<bool, DeviceError>;
 
-    /// When the newest record of `event` was passed, by the device's clock; `None` if it was not yet, or if the
-    /// clock does not tell such times, see [`Clock::tells_when_passed`].
+    /// How long after the newest record of `from` that of `to` was passed, by the device's own clock, which is
+    /// modelled on an emulated device; zero if it was passed before it. `None` if one of them was never recorded
+    /// or not passed yet, or keeps no time: see [`Self::create_timed_event`] and [`Clock::tells_elapsed`].
+    ///
+    /// It is for times alone. Whether memory may be used again is for [`Self::query`] and the waits to say.
+    ///
+    /// # Errors
+    /// One of the events does not exist, or the device refuses. What a drop left behind is not answered here.
     ///
     /// # Safety
-    /// `event` is a live handle of this device.
-    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
-        let _ = event;
+    /// Both are live handles of this device.
+    unsafe fn elapsed(&self, from: EventId, to: EventId) -> Result<Option<Duration>, DeviceError> {
+        let _ = (from, to);
         Ok(None)
     }
 
@@ -471,8 +483,9 @@ pub trait Clock {
     /// The calling thread's time on this device.
     fn now(&self) -> ModelTime;
 
-    /// Whether [`Streams::passed_at`] tells when an event was passed. Where it does not nothing is measured.
-    fn tells_when_passed(&self) -> bool {
+    /// Whether [`Streams::elapsed`] tells the time between events of [`Streams::create_timed_event`]. Where it
+    /// does not, nothing is measured.
+    fn tells_elapsed(&self) -> bool {
         false
     }
 

@@ -215,7 +215,7 @@ impl Pager {
             self.ensure_scratch()?;
         }
         let mapped = core.options.source.map(&index)?;
-        let measures = range.is_some() && core.device.tells_when_passed();
+        let measures = range.is_some() && core.device.tells_elapsed();
         let mut control = core.control.lock();
         control.next_priority += 1;
         let state = ModelState {

@@ -41,6 +41,7 @@ pub(super) fn fault_span(
     let core = model.core();
     let id = model.id();
     if stream.is_capturing()? {
+        measure_not(&mut core.control.lock(), id);
         let unit = model.layout().span(span).unit;
         let what = format!("unit {}", model.index().unit_info(unit).name);
         return Err(PagerError::Capturing { model: model.name().to_owned(), what });
@@ -264,6 +265,8 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
     if stream.is_capturing().unwrap_or(false) {
         // A record would become part of the graph and tell nothing: the pin stays until the capture is over.
         control.captured.push(release);
+        // Nor would the record that is made then tell when the work ended.
+        measure_not(&mut control, id);
         return;
     }
     finish_release(core, &mut control, &release);
@@ -285,7 +288,9 @@ fn settle_captured(core: &Arc<Core>, control: &mut Control) {
 fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRelease) {
     let StreamedRelease { model: id, span, ref stream, slot } = *release;
     let bit = 1_u64 << slot;
-    let fence = match control.engine.record(stream) {
+    let timed = control.model(id).is_some_and(|model| model.measure.is_on());
+    let recorded = if timed { control.engine.record_timed(stream) } else { control.engine.record(stream) };
+    let fence = match recorded {
         Ok(fence) => Some(fence),
         Err(error) => {
             // Without a fence only the stream itself can tell; a lost device cannot, and is latched. Told only
@@ -386,7 +391,7 @@ fn measure_end(control: &mut Control, id: u32, stream: &PagerStream) {
     if !alone {
         model.measure.give_up();
     } else if model.measure.lacks_end() {
-        match engine.record(stream.stream()) {
+        match engine.record_timed(stream.stream()) {
             Ok(point) => model.measure.ended(stream.slot(), point),
             Err(_) => model.measure.give_up(),
         }
@@ -400,9 +405,18 @@ fn measure_begin(control: &mut Control, id: u32, span: u32, stream: &PagerStream
     if !model.measure.is_on() {
         return;
     }
-    match engine.record(stream.stream()) {
+    match engine.record_timed(stream.stream()) {
         Ok(began) => model.measure.began(span, stream.slot(), began),
         Err(_) => model.measure.give_up(),
+    }
+}
+
+/// The model's runner does what its measure could not tell from compute. A pass that was watched to its end stands.
+fn measure_not(control: &mut Control, id: u32) {
+    if let Some(model) = control.model_mut(id)
+        && model.measure.is_on()
+    {
+        model.measure.give_up();
     }
 }
 

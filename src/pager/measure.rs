@@ -1,19 +1,21 @@
-//! How long the runner computes with each span, from the device's clock: learned in a model's first pass.
+//! How long the runner computes with each span, by the device's own clock: learned in a model's first pass.
 //!
 //! In a first pass no fault is a hit, so each comes by here. It records a point on the runner's stream behind the
 //! wait for its bytes, where the work with its span begins. The work ends at the point that the release of a
 //! streamed span records anyway; the release of a resident span records none, and there the next fault does,
 //! before anything else. What lies between the two points is compute; stalls, and what the pager's own calls cost
 //! the host, are not in it. Once the pass has ended and the device has passed its last point, the times are read,
-//! and the points go back to their pool.
+//! and the points go back to their pool. Only these points are recorded in events that keep time.
 //!
-//! It learns nothing where a device's clock does not tell when a point was passed, where several faults or
-//! guards are under way at once, where faults come on several streams, and where the first pass leaves out
-//! units. The pager then goes by the sum of compute alone.
+//! It learns nothing where a device's events keep no time, where several faults or guards are under way at once,
+//! where faults come on several streams, where the stream is captured between, and where the first pass leaves
+//! out units. The pager then goes by the sum of compute alone.
 //!
 //! Owned by the pager's control state and only touched under its lock. May import `device`.
 
 #![deny(unsafe_code)]
+
+use std::time::Duration;
 
 use crate::device::{DeviceError, Fence};
 
@@ -61,6 +63,12 @@ impl Measure {
     /// Seconds of compute by span, if they were learned.
     pub(super) fn seconds(&self) -> Option<&[f32]> {
         (!self.seconds.is_empty()).then_some(&self.seconds)
+    }
+
+    /// The compute of a pass, if it was learned: the sum over all spans.
+    pub(super) fn sum(&self) -> Option<Duration> {
+        let sum = |seconds: &[f32]| seconds.iter().copied().map(f64::from).sum();
+        self.seconds().and_then(|seconds| Duration::try_from_secs_f64(sum(seconds)).ok())
     }
 
     /// What comes next would tell something wrong.
@@ -127,24 +135,24 @@ impl Measure {
         if !last.ended.as_ref().unwrap_or(&last.began).is_done()? {
             return Ok(false);
         }
-        let at = |fence: &Fence| fence.passed_at().map(|at| at.map(|at| at.0));
-        let mut points = Vec::with_capacity(samples.len());
-        for sample in samples {
-            points.push((sample.span, at(&sample.began)?, sample.ended.as_ref().map_or(Ok(None), at)?));
+        let mut times = Vec::with_capacity(samples.len());
+        for Sample { span, began, ended, .. } in samples {
+            let time = ended.as_ref().map_or(Ok(None), |ended| ended.elapsed_since(began))?;
+            times.push((*span, time));
         }
         self.state = State::Off;
-        self.seconds = seconds(&points, spans).unwrap_or_default().into();
+        self.seconds = seconds(&times, spans).unwrap_or_default().into();
         Ok(!self.seconds.is_empty())
     }
 }
 
-/// Seconds of compute by span. `points` are the faults of a pass: the span, and when the work with it began and
-/// ended, in nanoseconds. `None` if a time is not known or one of `spans` was not faulted.
-fn seconds(points: &[(u32, Option<u64>, Option<u64>)], spans: &[u32]) -> Option<Vec<f32>> {
+/// Seconds of compute by span. `times` are the faults of a pass: the span, and how long the work with it took.
+/// `None` if a time is not known or one of `spans` was not faulted.
+fn seconds(times: &[(u32, Option<Duration>)], spans: &[u32]) -> Option<Vec<f32>> {
     let end = spans.iter().max().map_or(0, |last| *last as usize + 1);
     let mut seconds = vec![f32::NAN; end];
-    for &(span, began, ended) in points {
-        let time = std::time::Duration::from_nanos(ended?.saturating_sub(began?));
+    for &(span, time) in times {
+        let time = time?;
         if let Some(seconds) = seconds.get_mut(span as usize) {
             let before = if seconds.is_nan() { 0.0 } else { *seconds };
             *seconds = before + time.as_secs_f32();
@@ -163,32 +171,31 @@ fn seconds(points: &[(u32, Option<u64>, Option<u64>)], spans: &[u32]) -> Option<
 mod tests {
     use super::*;
 
-    #[test]
-    fn what_lies_between_the_points_of_a_fault_is_its_spans_compute() {
-        // Span 2 waits 70 ns for its bytes; span 1 is faulted twice.
-        let points = [
-            (0, Some(30), Some(130)),
-            (2, Some(200), Some(210)),
-            (1, Some(215), Some(300)),
-            (1, Some(310), Some(410)),
-        ];
-        let seconds = seconds(&points, &[0, 2, 1]).unwrap();
-        let nanos: Vec<f32> = seconds.iter().map(|seconds| (seconds * 1e9).round()).collect();
-        assert_eq!(nanos, [100.0, 185.0, 10.0]);
+    const fn nanos(nanos: u64) -> Duration {
+        Duration::from_nanos(nanos)
     }
 
     #[test]
-    fn what_the_clock_does_not_tell_or_the_pass_left_out_is_not_known() {
-        let told = [(0, Some(10), Some(30)), (1, Some(50), Some(60))];
+    fn what_the_faults_of_a_span_take_is_its_compute() {
+        // Span 1 is faulted twice.
+        let times = [(0, 100), (2, 10), (1, 85), (1, 100)].map(|(span, time)| (span, Some(nanos(time))));
+        let seconds = seconds(&times, &[0, 2, 1]).unwrap();
+        let rounded: Vec<f32> = seconds.iter().map(|seconds| (seconds * 1e9).round()).collect();
+        assert_eq!(rounded, [100.0, 185.0, 10.0]);
+        let measure = Measure { state: State::Off, seconds: seconds.into() };
+        assert_eq!(measure.sum(), Some(nanos(295)));
+        assert_eq!(Measure::new().sum(), None);
+    }
+
+    #[test]
+    fn what_no_time_is_told_of_or_the_pass_left_out_is_not_known() {
+        let told = [(0, Some(nanos(20))), (1, Some(nanos(10)))];
         assert!(seconds(&told, &[0, 1]).is_some());
         assert_eq!(seconds(&told, &[0, 1, 2]), None);
         for untold in 0..2 {
-            let mut points = told;
-            points[untold].1 = None;
-            assert_eq!(seconds(&points, &[0, 1]), None);
-            let mut points = told;
-            points[untold].2 = None;
-            assert_eq!(seconds(&points, &[0, 1]), None);
+            let mut times = told;
+            times[untold].1 = None;
+            assert_eq!(seconds(&times, &[0, 1]), None);
         }
     }
 }

@@ -72,6 +72,10 @@ pub struct ModelFigures {
     pub page_locked_bytes: u64,
     /// Pages of the model.
     pub pages: u32,
+    /// How long the runner computes in a pass: the sum over the units of what the model's first pass took with
+    /// each, by the device's own clock (modelled on an emulated card, that of timed events on a real one). `None`
+    /// until it was learned, which the first fault of a later pass does, and for good where it could not be.
+    pub measured_compute: Option<Duration>,
 }
 
 impl PagedModel {
@@ -382,6 +386,7 @@ impl PagedModel {
                 .map(|run| run.buffer.len())
                 .sum(),
             pages: self.layout.page_count(),
+            measured_compute: model.measure.sum(),
         }
     }
 

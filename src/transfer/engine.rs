@@ -35,6 +35,11 @@ impl CopyEngine {
         self.fences.record(stream)
     }
 
+    /// The same, of a point whose time is to be told: see [`FencePool::record_timed`].
+    pub fn record_timed(&self, stream: &Stream) -> Result<Fence, DeviceError> {
+        self.fences.record_timed(stream)
+    }
+
     /// Begins a batch: the stream that its copies will run on, in order.
     pub fn begin(&mut self) -> Batch<'_> {
         self.next = (self.next + 1) % self.streams.len();

@@ -187,6 +187,21 @@ impl Standin {
         }
     }
 
+    /// Events of an open card that keep time.
+    pub(crate) fn timed_events(&self, ordinal: u32) -> u64 {
+        // SAFETY: the hook's signature.
+        unsafe {
+            let hook: extern "C" fn(u32) -> u64 =
+                std::mem::transmute(self.symbol("vram_pager_standin_timed_events"));
+            hook(ordinal)
+        }
+    }
+
+    /// Calls of one of the driver's names since [`Self::fail`].
+    pub(crate) fn calls_of(&self, name: &str) -> u64 {
+        self.calls_by_name().iter().find(|(called, _)| called == name).map_or(0, |(_, calls)| *calls)
+    }
+
     /// Makes a stream, by its driver's handle, pass for one that is being captured, or no longer.
     pub(crate) fn set_capturing(&self, stream: *mut c_void, capturing: bool) {
         // SAFETY: the hook's signature.

@@ -146,11 +146,12 @@ pass_on! { Streams:
     fn adopt_stream(stream: *mut std::ffi::c_void) -> StreamId;
     fn is_capturing(stream: StreamId) -> bool;
     #[safe] fn create_event() -> EventId;
+    #[safe] fn create_timed_event() -> EventId;
     fn destroy_event(event: EventId) -> ();
     fn record(event: EventId, stream: StreamId) -> ();
     fn stream_wait(stream: StreamId, event: EventId) -> ();
     fn query(event: EventId) -> bool;
-    fn passed_at(event: EventId) -> Option<ModelTime>;
+    fn elapsed(from: EventId, to: EventId) -> Option<Duration>;
     fn wait_event(event: EventId) -> ();
     fn wait_stream(stream: StreamId) -> ();
 }
@@ -179,8 +180,8 @@ impl Clock for Wrapped {
     fn now(&self) -> ModelTime {
         self.inner.now()
     }
-    fn tells_when_passed(&self) -> bool {
-        self.inner.tells_when_passed()
+    fn tells_elapsed(&self) -> bool {
+        self.inner.tells_elapsed()
     }
     fn set_now(&self, time: ModelTime) {
         self.inner.set_now(time);

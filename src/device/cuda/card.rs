@@ -163,6 +163,12 @@ impl CudaDevice {
         bound.map(Some).map_err(|refusal| self.unbound(refusal))
     }
 
+    /// Begins a call whose errors may stay untold. Does not deliver a kept error, which a later call tells.
+    pub(super) fn enter_unheard(&self) -> Result<Bound<'_>, DeviceError> {
+        self.lost().map_or(Ok(()), Err)?;
+        self.context.bind().map_err(|refusal| self.unbound(refusal))
+    }
+
     /// The error of a context that could not be bound, made without another call that needs it.
     fn unbound(&self, refusal: Refusal) -> DeviceError {
         let Refusal { call, code } = refusal;
@@ -352,6 +358,10 @@ impl Device for CudaDevice {
 impl Clock for CudaDevice {
     fn now(&self) -> ModelTime {
         ModelTime(u64::try_from(self.opened.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    }
+
+    fn tells_elapsed(&self) -> bool {
+        self.streams.has_timed_events()
     }
 
     fn set_now(&self, _time: ModelTime) {}

@@ -9,6 +9,7 @@ use super::driver::MISSING;
 
 pub(super) const OUT_OF_MEMORY: i32 = 2;
 pub(super) const NO_DEVICE: i32 = 100;
+pub(super) const INVALID_HANDLE: i32 = 400;
 pub(super) const NOT_READY: i32 = 600;
 
 /// What to do about a code.
@@ -69,7 +70,7 @@ pub(super) fn name(code: i32) -> Option<&'static str> {
         222 => "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
         226 => "CUDA_ERROR_CONTAINED",
         304 => "CUDA_ERROR_OPERATING_SYSTEM",
-        400 => "CUDA_ERROR_INVALID_HANDLE",
+        INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
         401 => "CUDA_ERROR_ILLEGAL_STATE",
         500 => "CUDA_ERROR_NOT_FOUND",
         NOT_READY => "CUDA_ERROR_NOT_READY",

@@ -63,6 +63,11 @@ macro_rules! driver_table {
                     && self.event_synchronize.is_some()
             }
 
+            /// Whether events can keep time, and tell it.
+            pub(super) fn has_timed_events(&self) -> bool {
+                self.has_events() && self.event_elapsed_time.is_some()
+            }
+
             /// Whether there are stream-ordered pools: all of their calls or none.
             pub(super) fn has_pools(&self) -> bool {
                 self.mem_pool_create.is_some()
@@ -176,6 +181,7 @@ driver_table! {
     event_record = "cuEventRecord"(event: sys::CUevent, stream: sys::CUstream);
     event_query = "cuEventQuery"(event: sys::CUevent);
     event_synchronize = "cuEventSynchronize"(event: sys::CUevent);
+    event_elapsed_time = "cuEventElapsedTime"(milliseconds: *mut f32, from: sys::CUevent, to: sys::CUevent);
 
     memcpy_htod = "cuMemcpyHtoD_v2"(to: sys::CUdeviceptr, from: *const c_void, bytes: usize);
     memcpy_dtoh = "cuMemcpyDtoH_v2"(to: *mut c_void, from: sys::CUdeviceptr, bytes: usize);

@@ -7,6 +7,8 @@
 //! Streams and events have numbers of our own, which are never used again: the driver hands out addresses,
 //! and uses those again, so that one that is gone would pass for a newer one. One reader-writer lock a
 //! table, held only to look up.
+//!
+//! An event keeps time only if it was created for it.
 
 #![expect(unsafe_code, reason = "calls into the driver library")]
 
@@ -14,12 +16,13 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use cudarc::driver::sys;
 use parking_lot::RwLock;
 
 use super::card::{CudaDevice, count};
-use super::code::NOT_READY;
+use super::code::{INVALID_HANDLE, NOT_READY};
 use super::driver::{Driver, MISSING, Refusal};
 use crate::device::{Copies, DeviceError, EventId, StreamId, StreamPriority, Streams};
 use crate::units::{DeviceRange, ModelTime};
@@ -28,6 +31,8 @@ use crate::units::{DeviceRange, ModelTime};
 const NON_BLOCKING: u32 = 1;
 /// Events keep no time, which makes them cheaper.
 pub(super) const EVENT_FLAGS: u32 = 2;
+/// Events keep the time at which they are passed.
+const TIMED_EVENT_FLAGS: u32 = 0;
 /// The driver's handle of the legacy default stream.
 const LEGACY_STREAM: usize = 1;
 /// The driver's handle of the per-thread default stream.
@@ -40,8 +45,17 @@ pub(super) struct StreamState {
     /// Whether the driver has events. Without them a record waits for the stream, and every event has
     /// passed from then on.
     has_events: bool,
+    /// Whether events can keep time.
+    has_timed_events: bool,
     streams: Numbers<StreamHandle>,
-    events: Numbers<usize>,
+    events: Numbers<EventHandle>,
+}
+
+/// An event's driver handle, and whether it keeps time.
+#[derive(Clone, Copy)]
+struct EventHandle {
+    handle: usize,
+    timed: bool,
 }
 
 /// A stream's driver handle, and whose it is.
@@ -87,9 +101,15 @@ impl StreamState {
             // A lower number is more urgent; 0 is the default and lies in the range.
             priorities: range.ok().map(|()| (0.clamp(greatest.min(least), least), greatest.min(least))),
             has_events: driver.has_events(),
+            has_timed_events: driver.has_timed_events(),
             streams: Numbers::new(),
             events: Numbers::new(),
         }
+    }
+
+    /// Whether events can keep time.
+    pub(super) fn has_timed_events(&self) -> bool {
+        self.has_timed_events
     }
 
     /// Streams that were created here and not destroyed.
@@ -137,9 +157,25 @@ impl CudaDevice {
         Ok(without_provenance_mut(known.handle))
     }
 
+    fn known_event(&self, call: &'static str, event: EventId) -> Result<EventHandle, DeviceError> {
+        self.streams.events.get(event.0).ok_or_else(|| gone(call, "event", event.0))
+    }
+
     fn raw_event(&self, call: &'static str, event: EventId) -> Result<sys::CUevent, DeviceError> {
-        let handle = self.streams.events.get(event.0).ok_or_else(|| gone(call, "event", event.0))?;
-        Ok(without_provenance_mut(handle))
+        Ok(without_provenance_mut(self.known_event(call, event)?.handle))
+    }
+
+    fn create_event_of(&self, flags: u32) -> Result<EventId, DeviceError> {
+        let _bound = self.enter()?;
+        let mut event = null_mut();
+        if !self.streams.has_events {
+            return Ok(EventId(self.streams.events.add(EventHandle { handle: 0, timed: false })));
+        }
+        // SAFETY: the pointer is valid for the call.
+        unsafe { self.driver.event_create(&raw mut event, flags) }
+            .map_err(|refusal| self.refused(refusal))?;
+        let known = EventHandle { handle: event.addr(), timed: flags == TIMED_EVENT_FLAGS };
+        Ok(EventId(self.streams.events.add(known)))
     }
 
     /// Checks that a created stream belongs to our context, which is bound.
@@ -237,20 +273,17 @@ impl Streams for CudaDevice {
     }
 
     fn create_event(&self) -> Result<EventId, DeviceError> {
-        let _bound = self.enter()?;
-        let mut event = null_mut();
-        if !self.streams.has_events {
-            return Ok(EventId(self.streams.events.add(0)));
-        }
-        // SAFETY: the pointer is valid for the call.
-        unsafe { self.driver.event_create(&raw mut event, EVENT_FLAGS) }
-            .map_err(|refusal| self.refused(refusal))?;
-        Ok(EventId(self.streams.events.add(event.addr())))
+        self.create_event_of(EVENT_FLAGS)
+    }
+
+    fn create_timed_event(&self) -> Result<EventId, DeviceError> {
+        // Where nobody could ask for the time none is kept.
+        self.create_event_of(if self.streams.has_timed_events { TIMED_EVENT_FLAGS } else { EVENT_FLAGS })
     }
 
     unsafe fn destroy_event(&self, event: EventId) -> Result<(), DeviceError> {
-        let handle = self.streams.events.take(event.0);
-        let handle = handle.ok_or_else(|| gone("destroy_event", "event", event.0))?;
+        let known = self.streams.events.take(event.0);
+        let EventHandle { handle, .. } = known.ok_or_else(|| gone("destroy_event", "event", event.0))?;
         if !self.streams.has_events {
             return Ok(());
         }
@@ -304,6 +337,23 @@ impl Streams for CudaDevice {
         }
     }
 
+    unsafe fn elapsed(&self, from: EventId, to: EventId) -> Result<Option<Duration>, DeviceError> {
+        let (from, to) = (self.known_event("elapsed", from)?, self.known_event("elapsed", to)?);
+        if !from.timed || !to.timed {
+            return Ok(None);
+        }
+        let _bound = self.enter_unheard()?;
+        let mut milliseconds = 0.0;
+        let (from, to) = (without_provenance_mut(from.handle), without_provenance_mut(to.handle));
+        // SAFETY: both live, says the caller; the pointer is valid for the call.
+        match unsafe { self.driver.event_elapsed_time(&raw mut milliseconds, from, to) } {
+            Ok(()) => Ok(duration(milliseconds)),
+            // An invalid handle is one that was never recorded: both exist and keep time, says our table.
+            Err(Refusal { code: NOT_READY | INVALID_HANDLE, .. }) => Ok(None),
+            Err(refusal) => Err(self.refused(refusal)),
+        }
+    }
+
     unsafe fn wait_event(&self, event: EventId) -> Result<(), DeviceError> {
         let event = self.raw_event("wait_event", event)?;
         let _bound = self.enter()?;
@@ -338,6 +388,12 @@ impl CudaDevice {
             None => length(call, bytes),
         }
     }
+}
+
+/// A time as the driver tells it; `None` if that is none. Pure.
+fn duration(milliseconds: f32) -> Option<Duration> {
+    let seconds = f64::from(milliseconds) / 1e3;
+    Duration::try_from_secs_f64(if seconds < 0.0 { 0.0 } else { seconds }).ok()
 }
 
 /// A length as the driver takes it.
@@ -427,6 +483,16 @@ impl Copies for CudaDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_time_that_is_none_is_not_told() {
+        assert_eq!(duration(1.5), Some(Duration::from_micros(1500)));
+        assert_eq!(duration(0.0), Some(Duration::ZERO));
+        assert_eq!(duration(-0.25), Some(Duration::ZERO), "passed the other way round");
+        for none in [f32::NAN, f32::INFINITY, f32::MAX] {
+            assert_eq!(duration(none), None, "{none}");
+        }
+    }
 
     #[test]
     fn default_streams_are_told_apart() {

@@ -66,6 +66,7 @@ call_kinds! {
     Record "record" false,
     StreamWait "stream_wait" false,
     Query "query" false,
+    Elapsed "elapsed" false,
     WaitEvent "wait_event" false,
     WaitStream "wait_stream" false,
     CopyToDevice "copy_to_device" false,

@@ -225,9 +225,18 @@ impl Streams for EmulatedDevice {
         }
     }
 
-    unsafe fn passed_at(&self, event: EventId) -> Result<Option<ModelTime>, DeviceError> {
-        let point = Self::event_point(&self.control.lock(), "passed_at", event)?;
-        Ok(point.map(|point| point.time).filter(|time| *time <= self.clock.now()))
+    unsafe fn elapsed(&self, from: EventId, to: EventId) -> Result<Option<Duration>, DeviceError> {
+        if let Some(fault) = self.strike(CallKind::Elapsed, 0) {
+            return Err(fault);
+        }
+        let now = self.clock.now();
+        let control = self.control.lock();
+        let passed = |event| {
+            let point = Self::event_point(&control, "elapsed", event);
+            point.map(|point| point.map(|point| point.time).filter(|time| *time <= now))
+        };
+        let times = passed(from)?.zip(passed(to)?);
+        Ok(times.map(|(from, to)| Duration::from_nanos(to.0.saturating_sub(from.0))))
     }
 
     unsafe fn wait_event(&self, event: EventId) -> Result<(), DeviceError> {
@@ -447,7 +456,7 @@ impl Clock for EmulatedDevice {
         self.clock.now()
     }
 
-    fn tells_when_passed(&self) -> bool {
+    fn tells_elapsed(&self) -> bool {
         true
     }
 

@@ -10,9 +10,10 @@
 #[path = "../benches/common/mod.rs"]
 mod common;
 
-use common::card::{Setup, pass};
-use common::models::Layout;
-use vram_pager::pager::PagerOptions;
+use common::card::{LINK, Setup, Spread, compute, pass};
+use common::models::{Layout, ModelFile, Tensor};
+use vram_pager::pager::{PagerOptions, RingSize};
+use vram_pager::weights::Dtype;
 
 const MIB: u64 = 1 << 20;
 
@@ -58,4 +59,28 @@ fn so_they_are_where_a_fifth_of_the_model_streams() {
 #[test]
 fn so_they_are_where_hardly_any_of_it_does() {
     copies_are_of(95, 40);
+}
+
+#[test]
+fn larger_copies_are_not_waited_for_until_a_small_ring_is_empty() {
+    // 400 units of half a page and 200 of one: so few pages stream at once that the ring has two to four.
+    for (count, bytes) in [(400_u32, MIB), (200, 2 * MIB)] {
+        let unit = |number| Tensor {
+            name: format!("blocks.{number:03}.weight"),
+            dtype: Dtype::BF16,
+            shape: vec![bytes / 2048, 1024],
+        };
+        let file = ModelFile::new(&(0..count).map(unit).collect::<Vec<_>>()).unwrap();
+        for ring in [RingSize::Modelled, RingSize::Quarters(8), RingSize::Pages(3), RingSize::Pages(4)] {
+            let options = PagerOptions { ring, headroom_bytes: Some(0), ..PagerOptions::default() };
+            let setup = Setup::hollow(&file, file.bytes() / 4, options).unwrap();
+            let link = LINK.duration(file.bytes() / 4 * 3);
+            let compute = compute(&setup.model, link, Spread::Even);
+            let passes: Vec<_> =
+                (0..4).map(|_| pass(&setup.model, &setup.stream, &compute).unwrap()).collect();
+            let ratio = passes[3].time.as_secs_f64() / link.as_secs_f64();
+            println!("{count} units, {ring:?}: {ratio:.3}");
+            assert!(ratio < 1.2, "{count} units, {ring:?}: {ratio:.3}");
+        }
+    }
 }

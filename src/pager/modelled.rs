@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::order::PassOrder;
 use super::plan::Plan;
 use super::ring;
-use super::runs::{ahead_of, part_of};
+use super::runs::{ahead_of, most_ahead, part_of};
 
 /// Ways to spread compute that a choice is averaged over, beside the even one.
 const SEEDS: u32 = 8;
@@ -148,6 +148,7 @@ impl ModelledPass {
         if streamed == 0 {
             return;
         }
+        let ahead = most_ahead(most, u32::try_from(self.ring).unwrap_or(u32::MAX) - 1);
         let mut busy = vec![false; self.ring];
         // The place of the next copy, and pages copied since the first pass began.
         let (mut next, mut copied) = (0_u32, 0_u64);
@@ -177,11 +178,11 @@ impl ModelledPass {
                 }
                 freed = frees as usize;
                 loop {
-                    let run = (follow[next as usize] + 1).min(2 * most);
+                    let run = (follow[next as usize] + 1).min(2 * ahead);
                     let free = self.slots[next as usize..(next + run) as usize]
                         .iter()
                         .take_while(|slot| !busy[**slot as usize]);
-                    let count = ahead_of(run, u32::try_from(free.count()).unwrap_or(u32::MAX), most);
+                    let count = ahead_of(run, u32::try_from(free.count()).unwrap_or(u32::MAX), ahead);
                     if count == 0 {
                         break;
                     }

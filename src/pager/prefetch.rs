@@ -13,7 +13,7 @@ use super::core::{Control, Core, ModelState};
 use super::frames::NONE;
 use super::load;
 use super::order::PagePlace;
-use super::runs::ahead_of;
+use super::runs::{ahead_of, most_ahead};
 
 /// Pages present already that one call may skip.
 const SKIPS: u32 = 64;
@@ -34,7 +34,7 @@ pub(super) fn advance(core: &Arc<Core>, control: &mut Control, id: u32) {
     let mut skipped = 0;
     let mut room = load::room_ahead(core, control, id);
     let slots = u32::try_from(control.frames.ring.len()).unwrap_or(u32::MAX);
-    let most = core.options.ahead_pages(core.page_bytes).min(slots);
+    let most = most_ahead(core.options.ahead_pages(core.page_bytes), slots);
     // One call never fills more than the ring.
     for _ in 0..=slots + SKIPS {
         let Some(model) = control.model(id) else { return };

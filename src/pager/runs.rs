@@ -12,6 +12,13 @@ pub(crate) fn part_of(pages: u32, most: u32) -> u32 {
     pages.div_ceil(pages.div_ceil(most.max(1)).max(1))
 }
 
+/// How many pages at a time are copied ahead through a ring of `slots`, if copies are of at most `most`: no more than
+/// half of it. Prefetch that waited for more would leave the link idle until the runner is through with all that the
+/// ring holds.
+pub(crate) fn most_ahead(most: u32, slots: u32) -> u32 {
+    most.min(slots / 2).max(1)
+}
+
 /// How many pages of a run of `pages` are copied ahead now, at most `most` at a time, if the first `free` of
 /// them have frames: none where that would make a copy of one page, now or later.
 pub(crate) fn ahead_of(pages: u32, free: u32, most: u32) -> u32 {
@@ -41,6 +48,18 @@ mod tests {
                 assert!(long - short <= 1 && *long <= most, "{pages} by {most}: {parts:?}");
             }
         }
+    }
+
+    #[test]
+    fn half_of_the_ring_can_be_under_way_while_the_runner_is_at_the_other() {
+        for most in 0..9 {
+            for slots in 0..30 {
+                let ahead = most_ahead(most, slots);
+                assert!(ahead >= 1 && ahead <= most.max(1), "{most} through {slots}: {ahead}");
+                assert!(2 * ahead <= slots.max(2), "{most} through {slots}: {ahead}");
+            }
+        }
+        assert_eq!([3, 4, 7, 8, 100].map(|slots| most_ahead(4, slots)), [1, 2, 3, 4, 4]);
     }
 
     #[test]

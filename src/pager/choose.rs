@@ -38,8 +38,12 @@ const CELL: u32 = 20;
 /// Shares of a page copy.
 const SHARE: f64 = 64.0;
 
-/// Page copies that one choice may model for caps, and again for cells: about a tenth of a second each.
+/// Page copies, and spans of a pass, that one choice may model for caps, and again for cells: some tenths of a second
+/// in all.
 const MOST_COPIES: usize = 40_000_000;
+
+/// What a plan takes to lay out, a page, in modelled copies.
+const PLAN_COPIES: usize = 8;
 
 /// Beyond this many pages nothing but the default is tried, since modelling a pass would take longer than
 /// it saves.
@@ -98,9 +102,10 @@ impl<O: Fn(&Keeping) -> PassOrder, S: Fn(u32) -> (Range<u32>, u64)> Question<'_,
         (plan, pass.mean_time(loads), pass.copies() * COPY)
     }
 
-    /// How many plans may be modelled with these loads.
-    fn plans(&self, loads: &Loads) -> usize {
-        let copies = (self.pages - self.frames) as usize * PASSES * loads.0.len();
+    /// How many plans may be modelled with these loads of `spans` spans.
+    fn plans(&self, loads: &Loads, spans: usize) -> usize {
+        let steps = (self.pages - self.frames) as usize + spans;
+        let copies = steps * PASSES * loads.0.len() + self.pages as usize * PLAN_COPIES;
         (MOST_COPIES / copies.max(1)).max(1)
     }
 
@@ -108,7 +113,7 @@ impl<O: Fn(&Keeping) -> PassOrder, S: Fn(u32) -> (Range<u32>, u64)> Question<'_,
     fn capped(&self, order: &PassOrder, loads: &Loads) -> Choice {
         let mut best = Choice { keeping: Keeping::default(), ring: RingSize::Quarters(8) };
         let mut shortest = f64::INFINITY;
-        let most = (self.plans(loads) / TRIED.len()).clamp(1, CAPS);
+        let most = (self.plans(loads, order.spans().len()) / TRIED.len()).clamp(1, CAPS);
         for cap in caps(self.groups, self.pages, self.frames, most) {
             let keeping = Keeping { first: beyond(self.groups, cap, self.frames), ..Keeping::default() };
             let capped = (!keeping.first.is_empty()).then(|| (self.order_with)(&keeping));
@@ -135,9 +140,10 @@ impl<O: Fn(&Keeping) -> PassOrder, S: Fn(u32) -> (Range<u32>, u64)> Question<'_,
     /// spans as one: larger copies must be worth what the pass loses by them.
     fn joined(&self, apart: &Choice, loads: &Loads) -> Choice {
         let mut best = apart.clone();
-        let (_, time, copies) = self.timed(&(self.order_with)(&apart.keeping), apart.ring, loads);
+        let order = (self.order_with)(&apart.keeping);
+        let (_, time, copies) = self.timed(&order, apart.ring, loads);
         let mut least = time + copies;
-        let mut left = self.plans(loads);
+        let mut left = self.plans(loads, order.spans().len());
         let capped = [0, CELL].map(|cell| (cell, apart.keeping.first.clone()));
         // What a cap keeps first lies in the midst of cells: they are tried without it as well.
         let uncapped = (!apart.keeping.first.is_empty()).then_some((CELL, Vec::new()));

@@ -12,8 +12,11 @@ use super::plan::Plan;
 use super::ring;
 use super::runs::{ahead_of, most_ahead, part_of};
 
-/// Ways to spread compute that a choice is averaged over, beside the even one.
-const SEEDS: u32 = 8;
+/// Uneven ways to spread compute that a choice is averaged over, beside the even one, at most.
+const SEEDS: usize = 8;
+
+/// Spans that all of these ways have together: where there are many a single way is uneven enough for all.
+const UNEVEN_SPANS: usize = 8192;
 
 /// Passes that are modelled; the last one counts.
 pub(crate) const PASSES: usize = 3;
@@ -60,7 +63,8 @@ impl Loads {
             loads
         };
         let even = std::iter::once(spread(&|_| 1.0));
-        Self(even.chain((0..SEEDS).map(|seed| spread(&|span| unevenness(span, seed)))).collect())
+        let seeds = (0..).take((UNEVEN_SPANS / order.spans().len().max(1)).clamp(1, SEEDS));
+        Self(even.chain(seeds.map(|seed| spread(&|span| unevenness(span, seed)))).collect())
     }
 }
 

@@ -38,8 +38,8 @@ const CELL: u32 = 20;
 /// Shares of a page copy.
 const SHARE: f64 = 64.0;
 
-/// Page copies, and spans of a pass, that one choice may model for caps, and again for cells: some tenths of a second
-/// in all.
+/// Page copies, and spans of a pass, that one choice may model for caps, and again for cells: all in all that takes up
+/// to 0.4 seconds.
 const MOST_COPIES: usize = 40_000_000;
 
 /// What a plan takes to lay out, a page, in modelled copies.
@@ -396,6 +396,25 @@ mod tests {
         let span = |span: u32| (groups[span as usize].clone(), 24);
         let choice = choose(|keeping| order(&groups, keeping), &groups, span, 600, 1, &Compute::default());
         assert_eq!((choice.keeping.cell, choice.keeping.grain), (0, 1));
+    }
+
+    #[test]
+    fn the_work_of_a_choice_is_bounded_in_pages_and_spans() {
+        let whole = |keeping: &Keeping| order(&units(&[4; 8]), keeping);
+        let span = |_| (0..0, 0);
+        for (spans, ways) in [(20, 9), (466, 9), (10_000, 2), (300_000, 2)] {
+            let groups = units(&vec![1; spans]);
+            let many = order(&groups, &Keeping::default());
+            let loads = Loads::new(&many, &|span| (groups[span as usize].clone(), 1), 100.0);
+            assert_eq!(loads.0.len(), ways, "{spans} spans");
+            for (pages, frames) in [(1000, 900), (10_000, 100), (200_000, 190_000), (200_000, 10)] {
+                let question = Question { order_with: whole, groups: &groups, span, pages, frames, most: 4 };
+                let steps = ((pages - frames) as usize + spans) * PASSES * ways;
+                let plans = question.plans(&loads, spans);
+                assert!(plans == 1 || plans * steps <= MOST_COPIES, "{spans} spans, {pages} pages: {plans}");
+                assert!(plans * steps < 2 * MOST_COPIES, "{spans} spans, {pages} pages: {plans}");
+            }
+        }
     }
 
     #[test]

@@ -47,6 +47,8 @@ pub struct Report<R> {
     args: Args,
     rows: Vec<R>,
     misses: usize,
+    /// Rows over a limit that nothing could keep.
+    least: usize,
     total: usize,
 }
 
@@ -59,11 +61,17 @@ pub trait Row: Serialize {
 
     /// Whether the row keeps its limit.
     fn holds(&self) -> bool;
+
+    /// Whether a row that does not is at what nothing could be better than: it tells of the limit, then, and not of the
+    /// pager.
+    fn is_least(&self) -> bool {
+        false
+    }
 }
 
 impl<R: Row> Report<R> {
     pub fn new(args: Args) -> Self {
-        let report = Self { args, rows: Vec::new(), misses: 0, total: 0 };
+        let report = Self { args, rows: Vec::new(), misses: 0, least: 0, total: 0 };
         if !report.args.json {
             let heads: Vec<String> = R::COLUMNS.iter().map(|(name, _)| (*name).to_owned()).collect();
             println!("{}", line::<R>(&heads));
@@ -77,21 +85,30 @@ impl<R: Row> Report<R> {
 
     pub fn add(&mut self, row: R) {
         self.total += 1;
-        let holds = row.holds();
-        self.misses += usize::from(!holds);
+        let mark = match (row.holds(), row.is_least()) {
+            (true, _) => "",
+            (false, true) => "  OVER, AT THE LEAST",
+            (false, false) => "  OVER",
+        };
+        self.misses += usize::from(!row.holds() && !row.is_least());
+        self.least += usize::from(!row.holds() && row.is_least());
         if self.args.json {
             self.rows.push(row);
         } else {
-            println!("{}{}", line::<R>(&row.cells()), if holds { "" } else { "  OVER" });
+            println!("{}{mark}", line::<R>(&row.cells()));
         }
     }
 
-    /// Ends the report; the exit status says, if asked to, whether a row missed.
+    /// Ends the report; the exit status says, if asked to, whether a row missed a limit that could be kept.
     pub fn end(self) -> super::Outcome {
         if self.args.json {
             println!("{}", serde_json::to_string_pretty(&self.rows)?);
         } else {
-            println!("{} rows, {} over their limit", self.total, self.misses);
+            let least = match self.least {
+                0 => String::new(),
+                least => format!(", and {least} over a limit that nothing could keep"),
+            };
+            println!("{} rows, {} over their limit{least}", self.total, self.misses);
         }
         if self.args.check && self.misses > 0 {
             return Err(format!("{} of {} rows are over their limit", self.misses, self.total).into());

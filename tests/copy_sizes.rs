@@ -63,8 +63,8 @@ fn so_they_are_where_hardly_any_of_it_does() {
 
 #[test]
 fn larger_copies_are_not_waited_for_until_a_small_ring_is_empty() {
-    // 400 units of half a page and 200 of one: so few pages stream at once that the ring has two to four.
-    for (count, bytes) in [(400_u32, MIB), (200, 2 * MIB)] {
+    // Units of half a page to two: so few pages stream at once that the ring has two to six.
+    for (count, bytes) in [(400_u32, MIB), (200, 2 * MIB), (150, 3 * MIB), (100, 4 * MIB)] {
         let unit = |number| Tensor {
             name: format!("blocks.{number:03}.weight"),
             dtype: Dtype::BF16,

@@ -12,11 +12,14 @@ pub(crate) fn part_of(pages: u32, most: u32) -> u32 {
     pages.div_ceil(pages.div_ceil(most.max(1)).max(1))
 }
 
+/// Ring frames from which on copies ahead are of several pages.
+const SEVERAL: u32 = 5;
+
 /// How many pages at a time are copied ahead through a ring of `slots`, if copies are of at most `most`: no more than
-/// half of it. Prefetch that waited for more would leave the link idle until the runner is through with all that the
-/// ring holds.
+/// half of it, and one through a ring of few. Prefetch that waited for more would leave the link idle until the runner
+/// is through with all that the ring holds.
 pub(crate) fn most_ahead(most: u32, slots: u32) -> u32 {
-    most.min(slots / 2).max(1)
+    if slots < SEVERAL { 1 } else { most.min(slots / 2).max(1) }
 }
 
 /// How many pages of a run of `pages` are copied ahead now, at most `most` at a time, if the first `free` of
@@ -59,7 +62,7 @@ mod tests {
                 assert!(2 * ahead <= slots.max(2), "{most} through {slots}: {ahead}");
             }
         }
-        assert_eq!([3, 4, 7, 8, 100].map(|slots| most_ahead(4, slots)), [1, 2, 3, 4, 4]);
+        assert_eq!([3, 4, 5, 8, 100].map(|slots| most_ahead(4, slots)), [1, 1, 2, 4, 4]);
     }
 
     #[test]

@@ -73,3 +73,23 @@ fn a_device_that_refuses_to_tell_the_time_costs_the_measuring_alone() {
         assert!(card.take_deferred().is_empty());
     }
 }
+
+#[test]
+fn models_that_take_turns_keep_no_more_points_than_a_pass_has() {
+    let device: SharedDevice = card();
+    let pager = pager(&device, small_options());
+    let files = [9, 10].map(|seed| ModelFile::new(&mixed_units(), seed));
+    let open = |file: &ModelFile| pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+    let models = files.each_ref().map(open);
+    let stream = pager.stream().unwrap();
+    let mut events = Vec::new();
+    for _ in 0..30 {
+        for model in &models {
+            model.activate(None).unwrap();
+            passes(model, &stream, 1);
+        }
+        events.push(device.live().events);
+    }
+    // The pools of events keep as many as were once in use together.
+    assert!(events[29] <= events[9] + 16, "{events:?}");
+}

@@ -185,6 +185,10 @@ struct FenceSlot {
     pool: std::sync::Weak<FencePoolInner>,
 }
 
+/// Idle events that keep time, at most: a model's first pass may use two for each of its units at once, and no pass
+/// after it any.
+const IDLE_TIMED: usize = 64;
+
 struct FencePoolInner {
     /// Ordinary events.
     idle: Mutex<Vec<Arc<FenceSlot>>>,
@@ -321,7 +325,11 @@ impl Drop for Fence {
         if self.slot.owners.leave()
             && let Some(pool) = self.slot.pool.upgrade()
         {
-            pool.idle(self.slot.timed).lock().push(Arc::clone(&self.slot));
+            let mut idle = pool.idle(self.slot.timed).lock();
+            // Beyond that many it goes with this handle, its last one.
+            if !self.slot.timed || idle.len() < IDLE_TIMED {
+                idle.push(Arc::clone(&self.slot));
+            }
         }
     }
 }

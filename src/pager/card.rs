@@ -231,7 +231,7 @@ impl Pager {
             whole_units,
             plan: Plan::default(),
             choice,
-            measure: if measures { Measure::new() } else { Measure::default() },
+            measure: if measures { Measure::new(spans as usize) } else { Measure::default() },
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
             planned_frames: u32::MAX,

@@ -349,17 +349,7 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
     let learned = model.learner.note(span, &model.order);
     if matches!(learned, Learned::PassEnded | Learned::NewOrder(_)) {
         model.measure.pass_ended();
-        match model.measure.learn(model.order.spans()) {
-            Ok(true) => {
-                tracing::debug!(model = model.name, "learned the compute of each span");
-                model.choices.forget();
-                // Whatever the frames are: the choice is made anew.
-                model.planned_frames = u32::MAX;
-            }
-            Ok(false) => {}
-            // What the pass taught of its order is not lost for a time that cannot be read.
-            Err(_) => model.measure.give_up(),
-        }
+        learn_compute(model);
     }
     match learned {
         Learned::Nothing => Ok(()),
@@ -417,6 +407,21 @@ fn measure_not(control: &mut Control, id: u32) {
         && model.measure.is_on()
     {
         model.measure.give_up();
+    }
+}
+
+/// Takes what a pass that is over taught of the spans' compute, if its times can be read by now. The plan is to be made
+/// anew then, whatever the frames are.
+pub(super) fn learn_compute(model: &mut ModelState) {
+    match model.measure.learn(model.order.spans()) {
+        Ok(true) => {
+            tracing::debug!(model = model.name, "learned the compute of each span");
+            model.choices.forget();
+            model.planned_frames = u32::MAX;
+        }
+        Ok(false) => {}
+        // What the pass taught of its order is not lost for a time that cannot be read.
+        Err(_) => model.measure.give_up(),
     }
 }
 

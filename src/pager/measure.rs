@@ -8,8 +8,8 @@
 //! and the points go back to their pool. Only these points are recorded in events that keep time.
 //!
 //! It learns nothing where a device's events keep no time, where several faults or guards are under way at once,
-//! where faults come on several streams, where the stream is captured between, and where the first pass leaves
-//! out units. The pager then goes by the sum of compute alone.
+//! where faults come on several streams, where the stream is captured between, where the first pass leaves out
+//! units, and in models of more than 8192 spans. The pager then goes by the sum of compute alone.
 //!
 //! Owned by the pager's control state and only touched under its lock. May import `device`.
 
@@ -18,6 +18,9 @@
 use std::time::Duration;
 
 use crate::device::{DeviceError, Fence};
+
+/// Spans of a model that is measured, at most: its points are two events each, until its second pass.
+const MOST_SPANS: usize = 8192;
 
 /// The compute of each span, in the making or made.
 #[derive(Debug, Default)]
@@ -50,9 +53,10 @@ struct Sample {
 }
 
 impl Measure {
-    /// Begins with the next fault.
-    pub(super) fn new() -> Self {
-        Self { state: State::Watching(Vec::new()), seconds: Box::default() }
+    /// Begins with the next fault of a model of so many spans, unless they are too many.
+    pub(super) fn new(spans: usize) -> Self {
+        let state = if spans <= MOST_SPANS { State::Watching(Vec::new()) } else { State::Off };
+        Self { state, seconds: Box::default() }
     }
 
     /// Whether faults are to record their points.
@@ -127,6 +131,17 @@ impl Measure {
         }
     }
 
+    /// The runner went on to another model: what comes next is another pass. One whose last work has no end is watched
+    /// anew.
+    pub(super) fn left(&mut self) {
+        match &mut self.state {
+            State::Watching(samples) if samples.last().is_some_and(|last| last.ended.is_none()) => {
+                samples.clear();
+            }
+            _ => self.pass_ended(),
+        }
+    }
+
     /// Reads the times, if a pass is over and the device has passed its last point; answers whether the compute
     /// of all of `spans` is known now and was not before.
     pub(super) fn learn(&mut self, spans: &[u32]) -> Result<bool, DeviceError> {
@@ -184,7 +199,8 @@ mod tests {
         assert_eq!(rounded, [100.0, 185.0, 10.0]);
         let measure = Measure { state: State::Off, seconds: seconds.into() };
         assert_eq!(measure.sum(), Some(nanos(295)));
-        assert_eq!(Measure::new().sum(), None);
+        assert_eq!(Measure::new(3).sum(), None);
+        assert!(Measure::new(MOST_SPANS).is_on() && !Measure::new(MOST_SPANS + 1).is_on());
     }
 
     #[test]

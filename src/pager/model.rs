@@ -275,6 +275,8 @@ impl PagedModel {
             // What the last activation showed, unless the caller knows better. One of hits only showed nothing.
             if model.learner.restart() {
                 model.several = model.passes > 0;
+                model.measure.left();
+                fault::learn_compute(model);
             }
             model.promoted = passes.map_or(model.several, |passes| passes > 1);
             model.passes = 0;

@@ -3,7 +3,7 @@
 //! [`Device`] is the sum of the traits of this file; a backend has one file a trait ([`emulated`],
 //! `cuda`). Calls are page-sized or larger, so dynamic dispatch costs nothing that could be measured.
 //! What must be given back is identified by a plain number ([`FrameId`], [`StreamId`], [`EventId`]) and
-//! the calls that take one are `unsafe`: only the RAII handles of [`handle`] make them, and everything
+//! the calls that take one are `unsafe`: only the RAII handles of [`handle`] and [`fence`] make them, and everything
 //! else in the crate, and every user, goes through those.
 //!
 //! A device knows nothing of pages of a model, units or files. Locking is each backend's own and is the
@@ -16,6 +16,7 @@ mod caught;
 pub mod cuda;
 pub mod emulated;
 mod error;
+mod fence;
 mod handle;
 mod kernels;
 mod open;
@@ -26,7 +27,8 @@ use std::time::Duration;
 
 pub(crate) use caught::without_panics;
 pub use error::DeviceError;
-pub use handle::{AddressRange, Event, Fence, FencePool, FrameSet, HostBlock, PoolAllocation, Stream};
+pub use fence::{Event, Fence, FencePool};
+pub use handle::{AddressRange, FrameSet, HostBlock, PoolAllocation, Stream};
 pub use kernels::{
     FloatType, HostTwin, KernelArg, KernelArgs, KernelModule, Launch, MAX_KERNEL_ARGS, PatchPart, TwinArg,
     cast, cast_kernel, cast_launch, checksum, checksum_launch, patch, patch_kernel, patch_launch,

@@ -4,7 +4,7 @@
 //! A row is a layout on a card that is smaller than it; its ratio is the slowest of passes 3 to 6 over
 //! `max(compute, (weights - (card - headroom)) / link)`. Beside it stands the least that any pager could take with
 //! this compute, see [`least`]. A row that is over its limit, but no more than 0.1 % over such a least that is over it
-//! too, is marked, counted for itself, and no failure of `--check`.
+//! too, is marked; it counts as over all the same.
 //!
 //! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default] [--ring=PARTS]
 //! [--log] [--seed=7]`; a word selects rows (`FLUX`, `2x`, `even`), the seed is that of uneven compute.

@@ -219,6 +219,13 @@ pub fn format_size(bytes: u64) -> String {
     }
 }
 
+/// A rate as a person reads it: `25.0 GB/s`, of 10^9 bytes.
+pub fn format_rate(rate: Rate) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "shown with one place")]
+    let gigabytes = rate.0 as f64 / 1e9;
+    format!("{gigabytes:.1} GB/s")
+}
+
 /// The host would not give memory for one of the crate's own large tables.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("the host gives no memory for {what}: {} were asked for ({bytes} bytes)", format_size(*.bytes))]

@@ -17,9 +17,11 @@ use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, s
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
-use vram_pager::pager::{ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier};
+use vram_pager::pager::{
+    ASSUMED_LINK, ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier,
+};
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
-use vram_pager::units::{KIB, MIB};
+use vram_pager::units::{KIB, MIB, Rate};
 
 /// The stand-in is one a process: the tests take turns.
 fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
@@ -243,9 +245,14 @@ struct Timed {
 }
 
 impl Timed {
+    /// The link's rate is told, so that all times asked for are of compute.
     fn new(standin: &'static Standin, runner: Option<&Runner>) -> Self {
+        Self::on("cuda:0,cap=16MiB,link=25GB/s", standin, runner)
+    }
+
+    fn on(device: &str, standin: &'static Standin, runner: Option<&Runner>) -> Self {
         let file = ModelFile::new(&[(1000, 1024); 12], 34);
-        let device = device::open("cuda:0,cap=16MiB").unwrap();
+        let device = device::open(device).unwrap();
         let pager = pager(&device, options());
         let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
         let verifier = Verifier::new(&model).unwrap();
@@ -345,6 +352,55 @@ fn a_time_that_cannot_be_had_leaves_the_compute_unlearned_and_everything_else_ri
         (0..4).for_each(|_| card.pass(true));
         assert_eq!(card.measured(), None, "{failure}");
         assert!(standin.calls_of("cuEventElapsedTime") > 0, "{failure}");
+        device.memory().expect("no error was left behind");
+        drop(card);
+        assert_nothing_left(&device);
+        drop(device);
+        standin.fail("");
+        assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0), "{failure}");
+    }
+}
+
+#[test]
+fn the_rate_of_a_link_that_is_not_told_is_measured_by_the_copies() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    {
+        let card = Timed::on("cuda:0,cap=16MiB", standin, None);
+        assert_eq!(card.device.info().link, None);
+        assert_eq!(card.model.pager().figures().link, None, "nothing was copied yet");
+        (0..3).for_each(|_| card.pass(false));
+        // What the stand-in's cards have by their clock, which is what its events tell.
+        let link = card.model.pager().figures().link.unwrap();
+        assert!(link.0.abs_diff(ASSUMED_LINK.0) <= ASSUMED_LINK.0 / 50, "{link:?}");
+        // It ends: eight windows of eight batches with two points each, and two points for each unit's compute.
+        (0..20).for_each(|_| card.pass(false));
+        let (asked, timed) = (standin.calls_of("cuEventElapsedTime"), standin.timed_events(0));
+        assert!(asked <= card.spans() + 8 * 8 * 2 && timed <= 2 * card.spans() + 16, "{asked} {timed}");
+    }
+    assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0));
+    // One that is told is not measured.
+    let card = Timed::on("cuda:0,cap=16MiB,link=50GB/s", standin, None);
+    (0..3).for_each(|_| card.pass(false));
+    assert_eq!(card.model.pager().figures().link, Some(Rate(50_000_000_000)));
+}
+
+#[test]
+fn a_time_that_cannot_be_had_leaves_the_link_unmeasured_and_everything_else_right() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    // A handle that is refused is a point that tells nothing yet: it is asked again.
+    for (failure, again) in [
+        ("cuEventElapsedTime@1=999", false),
+        ("cuEventElapsedTime@16+=801", false),
+        ("cuEventElapsedTime@5=400", true),
+    ] {
+        standin.fail(failure);
+        let card = Timed::on("cuda:0,cap=16MiB", standin, None);
+        let device = Arc::clone(&card.device);
+        (0..4).for_each(|_| card.pass(true));
+        assert!(standin.calls_of("cuEventElapsedTime") > 0, "{failure}");
+        assert_eq!(card.model.pager().figures().link.is_some(), again, "{failure}");
         device.memory().expect("no error was left behind");
         drop(card);
         assert_nothing_left(&device);

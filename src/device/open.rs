@@ -1,7 +1,7 @@
 //! Device strings: what `--device` takes, and the opening of what they name.
 //!
 //! `emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none][,vmm=none]`
-//! and `cuda:<n>[,cap=<size>][,page=<size>]`. A string with a typo is refused with what would be right.
+//! and `cuda:<n>[,cap=<size>][,page=<size>][,link=<rate>]`. A string with a typo is refused with what would be right.
 //! Owns nothing, takes no lock. May import the backends.
 
 #![deny(unsafe_code)]
@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 use super::emulated::{EmulatedDevice, EmulatedOptions};
 use super::{DeviceError, SharedDevice};
-use crate::units::{parse_rate, parse_size};
+use crate::units::{Rate, parse_rate, parse_size};
 
 const EMULATED_EXAMPLE: &str = "emulated:8GiB,page=2MiB,link=25GB/s";
 const CUDA_EXAMPLE: &str = "cuda:0,cap=8GiB";
@@ -34,6 +34,8 @@ pub struct CudaString {
     pub cap: Option<u64>,
     /// The page size in bytes; `None` is the card's granularity.
     pub page_bytes: Option<u64>,
+    /// The rate of its link, which no driver tells; `None` has it measured as the pager copies.
+    pub link: Option<Rate>,
 }
 
 impl FromStr for DeviceString {
@@ -77,7 +79,8 @@ pub fn open(text: &str) -> Result<SharedDevice, DeviceError> {
 #[cfg(feature = "cuda")]
 fn open_cuda(_text: &str, cuda: &CudaString) -> Result<SharedDevice, DeviceError> {
     use super::cuda::{CudaDevice, CudaOptions};
-    let options = CudaOptions { ordinal: cuda.ordinal, cap: cuda.cap, page: cuda.page_bytes };
+    let CudaString { ordinal, cap, page_bytes: page, link } = *cuda;
+    let options = CudaOptions { ordinal, cap, page, link };
     Ok(CudaDevice::open(options)?)
 }
 
@@ -121,8 +124,12 @@ fn parse_cuda(text: &str, rest: &str) -> Result<CudaString, DeviceError> {
     let mut parts = rest.split(',');
     let number = parts.next().unwrap_or_default().trim();
     let ordinal = number.parse().map_err(|_| refuse(format!("`{number}` is not a card's number")))?;
-    let mut cuda = CudaString { ordinal, cap: None, page_bytes: None };
-    for_each_option(parts, &["cap", "page"], refuse, |key, value| {
+    let mut cuda = CudaString { ordinal, cap: None, page_bytes: None, link: None };
+    for_each_option(parts, &["cap", "page", "link"], refuse, |key, value| {
+        if key == "link" {
+            cuda.link = Some(parse_rate(value)?);
+            return Ok(());
+        }
         let bytes = parse_size(value)?;
         if bytes == 0 {
             return Err(refuse(format!("`{key}` is zero")));
@@ -223,8 +230,13 @@ mod tests {
             ..EmulatedOptions::new(24 * MIB)
         };
         assert_eq!(all, expected);
-        let cuda = CudaString { ordinal: 1, cap: Some(GIB), page_bytes: Some(2 * MIB) };
-        assert_eq!("cuda:1,page=2MiB,cap=1GiB".parse(), Ok(DeviceString::Cuda(cuda)));
+        let cuda = CudaString {
+            ordinal: 1,
+            cap: Some(GIB),
+            page_bytes: Some(2 * MIB),
+            link: Some(Rate(50_000_000_000)),
+        };
+        assert_eq!("cuda:1,page=2MiB,link=50GB/s,cap=1GiB".parse(), Ok(DeviceString::Cuda(cuda)));
     }
 
     #[test]
@@ -253,7 +265,9 @@ mod tests {
             ("cuda", "number is missing"),
             ("cuda:x", "not a card's number"),
             ("cuda:0,cap=0", "zero"),
-            ("cuda:0,link=1GB/s", "`cap="),
+            ("cuda:0,caps=8GiB", "`cap="),
+            ("cuda:0,disk=1GB/s", "`link=`"),
+            ("cuda:0,link=0", "zero"),
         ] {
             let error = text.parse::<DeviceString>().unwrap_err().to_string();
             assert!(error.contains(right), "{text}: {error}");

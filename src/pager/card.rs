@@ -15,7 +15,7 @@ use super::choose::first_choice;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
-use super::forecast::{headroom_of, layout_options};
+use super::forecast::{ASSUMED_LINK, headroom_of, layout_options};
 use super::frames::Frames;
 use super::learner::OrderLearner;
 use super::load;
@@ -35,7 +35,7 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream, StreamPr
 use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
-use crate::units::{try_filled, try_table};
+use crate::units::{Rate, try_filled, try_table};
 use crate::weights::{PageLayout, TensorId, TensorIndex};
 
 /// Bytes that making an order takes for a page, at most.
@@ -71,6 +71,10 @@ pub struct PagerFigures {
     pub headroom_bytes: u64,
     /// Staging memory.
     pub staging: ArenaFigures,
+    /// The rate of the link from the host: as the device tells it, or else the fastest that copies have reached so
+    /// far by the device's own clock. `None` until some were made, and where a device tells neither; plans are made
+    /// for [`super::ASSUMED_LINK`] then.
+    pub link: Option<Rate>,
 }
 
 impl Pager {
@@ -234,6 +238,7 @@ impl Pager {
             measure: if measures { Measure::new(spans as usize) } else { Measure::default() },
             choices: Choices::default(),
             compute_per_gib: options.compute_per_gib,
+            link: control.engine.link().unwrap_or(ASSUMED_LINK),
             planned_frames: u32::MAX,
             streamed: PlaceSet::default(),
             dealt_ring: u32::MAX,
@@ -362,6 +367,7 @@ impl Pager {
             budget_bytes: blocks.map_or(u64::from(control.budget) * page, Plain::budget),
             headroom_bytes: self.core.headroom(),
             staging: self.core.arena.figures(),
+            link: control.engine.link(),
         }
     }
 }

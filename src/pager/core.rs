@@ -39,7 +39,7 @@ use crate::device::{AddressRange, PoolAllocation, SharedDevice, Stream};
 use crate::staging::{Arena, StagingBuffer};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderQueue};
-use crate::units::ModelTime;
+use crate::units::{ModelTime, Rate};
 use crate::weights::{MappedFile, PageLayout, Span, TensorIndex};
 
 /// What everybody who works with one card's pager shares.
@@ -162,6 +162,8 @@ pub(super) struct ModelState {
     pub(super) choice: Choice,
     /// The compute of a pass per GiB of weights, if the runner told it.
     pub(super) compute_per_gib: Option<std::time::Duration>,
+    /// The link's rate that its choices are made for.
+    pub(super) link: Rate,
     /// The compute of each span, learned in the first pass.
     pub(super) measure: Measure,
     /// The choices made lately, and for how many frames.

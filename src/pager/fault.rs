@@ -13,7 +13,8 @@ use parking_lot::MutexGuard;
 use super::ahead;
 use super::attach;
 use super::claim::{self, Patience, abandon};
-use super::core::{Control, Core, ModelState, StreamedRelease};
+use super::core::{Control, Core, StreamedRelease};
+use super::costs;
 use super::error::PagerError;
 use super::frames::{NONE, Role};
 use super::learner::Learned;
@@ -41,7 +42,7 @@ pub(super) fn fault_span(
     let core = model.core();
     let id = model.id();
     if stream.is_capturing()? {
-        measure_not(&mut core.control.lock(), id);
+        costs::not_compute(&mut core.control.lock(), id);
         let unit = model.layout().span(span).unit;
         let what = format!("unit {}", model.index().unit_info(unit).name);
         return Err(PagerError::Capturing { model: model.name().to_owned(), what });
@@ -54,7 +55,7 @@ pub(super) fn fault_span(
     ensure_attached(model, &mut control, set)?;
     replan::follow_budget(core, &mut control, id)?;
     attach::refresh_span(&mut control, id, span)?;
-    measure_end(&mut control, id, stream);
+    costs::ended(&mut control, id, stream);
     note_order(core, &mut control, id, span)?;
     let together = control.under_way + 1;
     replan::note_together(core, &mut control, id, together)?;
@@ -86,7 +87,7 @@ pub(super) fn fault_span(
     };
     note_bringing(core, &mut control, id, false);
     if brought.is_ok() {
-        measure_begin(&mut control, id, span, stream);
+        costs::began(&mut control, id, span, stream);
     }
     match brought {
         Ok(()) => {}
@@ -266,7 +267,7 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         // A record would become part of the graph and tell nothing: the pin stays until the capture is over.
         control.captured.push(release);
         // Nor would the record that is made then tell when the work ended.
-        measure_not(&mut control, id);
+        costs::not_compute(&mut control, id);
         return;
     }
     finish_release(core, &mut control, &release);
@@ -288,9 +289,8 @@ fn settle_captured(core: &Arc<Core>, control: &mut Control) {
 fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRelease) {
     let StreamedRelease { model: id, span, ref stream, slot } = *release;
     let bit = 1_u64 << slot;
-    let timed = control.model(id).is_some_and(|model| model.measure.is_on());
-    let recorded = if timed { control.engine.record_timed(stream) } else { control.engine.record(stream) };
-    let fence = match recorded {
+    let timed = costs::release_point(control, id, stream);
+    let fence = match timed.map_or_else(|| control.engine.record(stream), Ok) {
         Ok(fence) => Some(fence),
         Err(error) => {
             // Without a fence only the stream itself can tell; a lost device cannot, and is latched. Told only
@@ -349,84 +349,28 @@ fn note_order(core: &Core, control: &mut Control, id: u32, span: u32) -> Result<
     let learned = model.learner.note(span, &model.order);
     if matches!(learned, Learned::PassEnded | Learned::NewOrder(_)) {
         model.measure.pass_ended();
-        learn_compute(model);
+        costs::learn(control, id);
     }
     match learned {
         Learned::Nothing => Ok(()),
         Learned::PassEnded => replan::pass_ended(core, control, id),
         Learned::NewOrder(spans) => {
-            follow(model, spans);
-            tracing::debug!(model = model.name, "learned another order");
+            follow(control, id, spans, "learned another order");
             reclaim::evict_outside(control, id)?;
             replan::pass_ended(core, control, id)?;
             replan::replan(core, control, id, true)
         }
         Learned::Widened(spans) => {
-            follow(model, spans);
-            tracing::debug!(model = model.name, "what was never faulted is faulted now");
+            follow(control, id, spans, "what was never faulted is faulted now");
             replan::replan(core, control, id, true)
         }
     }
 }
 
-/// Notes for the model's measure where its runner's work on the span before ended, if its release did not. A point
-/// that cannot be recorded ends the measuring and not the fault.
-fn measure_end(control: &mut Control, id: u32, stream: &PagerStream) {
-    let alone = control.under_way == 0;
-    let Control { engine, models, .. } = control;
-    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
-    if !model.measure.is_on() {
-        return;
-    }
-    if !alone {
-        model.measure.give_up();
-    } else if model.measure.lacks_end() {
-        match engine.record_timed(stream.stream()) {
-            Ok(point) => model.measure.ended(stream.slot(), point),
-            Err(_) => model.measure.give_up(),
-        }
-    }
-}
-
-/// The same for where its work with this span begins, behind the stream's wait for the bytes.
-fn measure_begin(control: &mut Control, id: u32, span: u32, stream: &PagerStream) {
-    let Control { engine, models, .. } = control;
-    let Some(model) = models.get_mut(id as usize).and_then(Option::as_deref_mut) else { return };
-    if !model.measure.is_on() {
-        return;
-    }
-    match engine.record_timed(stream.stream()) {
-        Ok(began) => model.measure.began(span, stream.slot(), began),
-        Err(_) => model.measure.give_up(),
-    }
-}
-
-/// The model's runner does what its measure could not tell from compute. A pass that was watched to its end stands.
-fn measure_not(control: &mut Control, id: u32) {
-    if let Some(model) = control.model_mut(id)
-        && model.measure.is_on()
-    {
-        model.measure.give_up();
-    }
-}
-
-/// Takes what a pass that is over taught of the spans' compute, if its times can be read by now. The plan is to be made
-/// anew then, whatever the frames are.
-pub(super) fn learn_compute(model: &mut ModelState) {
-    match model.measure.learn(model.order.spans()) {
-        Ok(true) => {
-            tracing::debug!(model = model.name, "learned the compute of each span");
-            model.choices.forget();
-            model.planned_frames = u32::MAX;
-        }
-        Ok(false) => {}
-        // What the pass taught of its order is not lost for a time that cannot be read.
-        Err(_) => model.measure.give_up(),
-    }
-}
-
 /// From now on the model's passes go in this order.
-fn follow(model: &mut ModelState, spans: Vec<u32>) {
+fn follow(control: &mut Control, id: u32, spans: Vec<u32>, why: &str) {
+    let Some(model) = control.model_mut(id) else { return };
+    tracing::debug!(model = model.name, "{why}");
     model.set_order(spans);
     model.choices.forget();
 }

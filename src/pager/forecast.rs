@@ -23,7 +23,8 @@ use super::ring;
 use crate::units::{GIB, MIB, Rate};
 use crate::weights::{LayoutOptions, PageLayout, Span, TensorIndex, UnitId};
 
-/// The link that plans are made for where the device tells none: `PCIe` 4 x16 as measured by others.
+/// The link that plans are made for where the device tells none and none was measured yet: `PCIe` 4 x16 as measured
+/// by others.
 pub const ASSUMED_LINK: Rate = Rate(25_000_000_000);
 
 /// The default headroom: the smaller of this and 1/32 of the card.
@@ -121,8 +122,8 @@ pub(super) fn layout_options(
 }
 
 /// The compute of a pass in page copies: one GiB of weights takes `per_gib`.
-pub(super) fn compute_in_copies(page_count: u32, per_gib: std::time::Duration, link: Option<Rate>) -> f64 {
-    let copy = link.unwrap_or(ASSUMED_LINK).duration(GIB);
+pub(super) fn compute_in_copies(page_count: u32, per_gib: std::time::Duration, link: Rate) -> f64 {
+    let copy = link.duration(GIB);
     f64::from(page_count) * per_gib.as_secs_f64() / copy.as_secs_f64().max(f64::MIN_POSITIVE)
 }
 
@@ -338,9 +339,9 @@ impl Seen {
                 let bytes = layout.span(number).bytes;
                 (pages_of(number), bytes.end - bytes.start)
             };
-            let total = model
-                .compute_per_gib
-                .map(|per_gib| compute_in_copies(layout.page_count(), per_gib, card.link));
+            let link = card.link.unwrap_or(ASSUMED_LINK);
+            let total =
+                model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
             let compute = Compute { total, ..Compute::default() };
             choice = choose(order_with, &groups, span, frames, options.ahead_pages(page_bytes), &compute);
             order = order_with(&choice.keeping);

@@ -38,6 +38,7 @@ mod claim;
 mod convert;
 mod copies;
 mod core;
+mod costs;
 mod counters;
 mod error;
 mod fault;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::card::Pager;
 use super::claim::Patience;
 use super::core::Core;
+use super::costs;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
@@ -271,12 +272,13 @@ impl PagedModel {
         let highest = control.models.iter().flatten().map(|model| model.priority).max();
         let Some(model) = control.model_mut(self.id) else { return Ok(()) };
         let already = highest == Some(model.priority);
+        let mut ended = false;
         if !already {
             // What the last activation showed, unless the caller knows better. One of hits only showed nothing.
             if model.learner.restart() {
                 model.several = model.passes > 0;
                 model.measure.left();
-                fault::learn_compute(model);
+                ended = true;
             }
             model.promoted = passes.map_or(model.several, |passes| passes > 1);
             model.passes = 0;
@@ -284,6 +286,9 @@ impl PagedModel {
             model.promoted = true;
         }
         model.priority = priority;
+        if ended {
+            costs::learn(&mut control, self.id);
+        }
         reclaim::refresh_budget(core, &mut control, true)?;
         replan::replan(core, &mut control, self.id, false)
     }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use super::choose::choose;
 use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
-use super::forecast::{ASSUMED_LINK, compute_in_copies};
+use super::forecast::compute_in_copies;
 use super::frames::{NONE, Role};
 use super::modelled::Compute;
 use super::order::{Keeping, PassOrder, PlaceSet};
@@ -108,10 +108,9 @@ fn choose_anew(core: &Core, model: &mut ModelState, groups: &[Range<u32>], frame
             let bytes = layout.span(span).bytes;
             (pages_of(span), bytes.end - bytes.start)
         };
-        let link = core.device.info().link;
-        let copy = link.unwrap_or(ASSUMED_LINK).duration(core.page_bytes).as_secs_f64();
+        let copy = model.link.duration(core.page_bytes).as_secs_f64();
         let total =
-            model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, link));
+            model.compute_per_gib.map(|per_gib| compute_in_copies(layout.page_count(), per_gib, model.link));
         let compute = Compute { total, spans: model.measure.seconds(), copy };
         let most = core.options.ahead_pages(core.page_bytes);
         choose(order_with, groups, span, frames, most, &compute)

@@ -6,11 +6,15 @@
 
 #![expect(unsafe_code, reason = "enqueues copies whose source and target it keeps alive")]
 
+use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
 
-use crate::device::{DeviceError, Fence, FencePool, KernelId, Launch, SharedDevice, Stream, StreamPriority};
+use super::meter::{LinkMeter, TimedBatch};
+use crate::device::{
+    DeviceError, Fence, FencePool, KernelId, Launch, SharedDevice, Stream, StreamId, StreamPriority,
+};
 use crate::staging::StagingBuffer;
-use crate::units::{DeviceRange, ModelTime};
+use crate::units::{DeviceRange, ModelTime, Rate};
 
 /// The streams that copies to one device run on, and the fences of that device.
 #[derive(Debug)]
@@ -19,6 +23,7 @@ pub struct CopyEngine {
     fences: FencePool,
     streams: Vec<Arc<Stream>>,
     next: usize,
+    meter: LinkMeter,
 }
 
 impl CopyEngine {
@@ -27,7 +32,9 @@ impl CopyEngine {
         let streams = (0..streams.max(1))
             .map(|_| Stream::new(device, StreamPriority::High).map(Arc::new))
             .collect::<Result<Vec<_>, _>>()?;
-        Ok(Self { device: Arc::clone(device), fences: FencePool::new(device), streams, next: 0 })
+        // What a device tells needs no measuring.
+        let meter = LinkMeter::new(device.info().link.is_none() && device.tells_elapsed());
+        Ok(Self { device: Arc::clone(device), fences: FencePool::new(device), streams, next: 0, meter })
     }
 
     /// Records a fence on any stream of the device.
@@ -43,7 +50,18 @@ impl CopyEngine {
     /// Begins a batch: the stream that its copies will run on, in order.
     pub fn begin(&mut self) -> Batch<'_> {
         self.next = (self.next + 1) % self.streams.len();
-        Batch { engine: self }
+        self.meter.batch_begins();
+        Batch { engine: self, bytes: Cell::new(0), began: OnceCell::new() }
+    }
+
+    /// The rate of the link: as the device tells it, or else the fastest that was measured so far.
+    pub fn link(&self) -> Option<Rate> {
+        self.device.info().link.or_else(|| self.meter.rate())
+    }
+
+    /// Reads what was measured since, if the device has got that far.
+    pub fn read_meter(&mut self) {
+        self.meter.read();
     }
 
     /// The stream that the copies of batch number `place` run on, counted round.
@@ -75,6 +93,10 @@ impl CopyEngine {
 #[derive(Debug)]
 pub struct Batch<'e> {
     engine: &'e mut CopyEngine,
+    /// Bytes copied so far.
+    bytes: Cell<u64>,
+    /// Set by the first copy: the point before it, if the link is measured by this batch and it could be recorded.
+    began: OnceCell<Option<Fence>>,
 }
 
 impl Batch<'_> {
@@ -85,6 +107,21 @@ impl Batch<'_> {
     /// Which of the engine's streams the batch runs on.
     pub fn place(&self) -> usize {
         self.engine.next
+    }
+
+    /// Enqueues a copy of so many bytes, by `copy`, which is given the stream.
+    fn enqueue(
+        &self,
+        bytes: u64,
+        copy: impl FnOnce(StreamId) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.began.get_or_init(|| {
+            let wanted = self.engine.meter.wants(bytes);
+            wanted.then(|| self.engine.fences.record_timed(self.stream()).ok()).flatten()
+        });
+        copy(self.stream().id())?;
+        self.bytes.set(self.bytes.get() + bytes);
+        Ok(())
     }
 
     /// Looks a kernel of the device up.
@@ -127,7 +164,9 @@ impl Batch<'_> {
         // SAFETY: the source lies inside the buffer, which keeps its memory until the fence of `finish`; a
         // buffer is one run of one block, so no copy crosses a block's end. The target is mapped and pinned
         // or claimed by the pager, which waits for this copy's fence before it unmaps or rewrites it.
-        unsafe { self.engine.device.copy_to_device(to, buffer.at(offset), available, self.stream().id()) }
+        self.enqueue(to.bytes, |stream| unsafe {
+            self.engine.device.copy_to_device(to, buffer.at(offset), available, stream)
+        })
     }
 
     /// Enqueues a copy of `to.bytes` bytes from memory that is no staging buffer.
@@ -142,7 +181,9 @@ impl Batch<'_> {
         available: ModelTime,
     ) -> Result<(), DeviceError> {
         // SAFETY: the source is the caller's promise, the target is as in `copy`.
-        unsafe { self.engine.device.copy_to_device(to, from, available, self.stream().id()) }
+        self.enqueue(to.bytes, |stream| unsafe {
+            self.engine.device.copy_to_device(to, from, available, stream)
+        })
     }
 
     /// Enqueues a copy on a device that keeps no bytes: accounts and clock only.
@@ -158,13 +199,27 @@ impl Batch<'_> {
             });
         }
         // SAFETY: a device without bytes reads no source; the target is as in `copy`.
-        unsafe { self.engine.device.copy_to_device(to, std::ptr::null(), available, self.stream().id()) }
+        self.enqueue(to.bytes, |stream| unsafe {
+            self.engine.device.copy_to_device(to, std::ptr::null(), available, stream)
+        })
     }
 
     /// Ends the batch: the fence that its copies are done at.
     pub fn finish(self) -> Result<Fence, DeviceError> {
         let stream = Arc::clone(self.stream());
-        match self.engine.fences.record(&stream) {
+        let Self { engine, bytes, began } = self;
+        if let Some(began) = began.into_inner().flatten() {
+            // What cannot be timed is a fence all the same.
+            match engine.fences.record_timed(&stream) {
+                Ok(ended) => {
+                    let bytes = bytes.get();
+                    engine.meter.note(TimedBatch { began, ended: ended.clone(), bytes });
+                    return Ok(ended);
+                }
+                Err(_) => engine.meter.give_up(),
+            }
+        }
+        match engine.fences.record(&stream) {
             Ok(fence) => Ok(fence),
             Err(error) => {
                 // Without a fence nobody could tell when the buffer is free: wait here.

@@ -6,6 +6,7 @@
 
 mod convert;
 mod engine;
+mod meter;
 mod reader;
 
 pub use convert::{cast_bytes, cut_extents, float_type, is_cast_on_card, read_extents};

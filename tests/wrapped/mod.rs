@@ -1,5 +1,6 @@
 //! A device around another one: a test looks at each call before it is made and may refuse it, or panic in
-//! it; and page-locking may really lock memory, as a driver does, so that the system's limits count.
+//! it; page-locking may really lock memory, as a driver does, so that the system's limits count; and the link's rate
+//! may be left untold, as by a driver.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 #![expect(unsafe_code, reason = "passes a device's calls on")]
@@ -22,6 +23,7 @@ pub type Before = Box<dyn Fn(&'static str) -> Result<(), DeviceError> + Send + S
 /// The device around another one.
 pub struct Wrapped {
     inner: SharedDevice,
+    info: DeviceInfo,
     before: Before,
     /// Bytes of the blocks that are locked in memory, by address, if page-locking really locks.
     locked: Option<Mutex<BTreeMap<usize, usize>>>,
@@ -30,13 +32,20 @@ pub struct Wrapped {
 impl Wrapped {
     /// `inner`, with `before` ahead of each call.
     pub fn watched(inner: &SharedDevice, before: Before) -> Arc<Self> {
-        Arc::new(Self { inner: Arc::clone(inner), before, locked: None })
+        Arc::new(Self { inner: Arc::clone(inner), info: inner.info().clone(), before, locked: None })
     }
 
     /// `inner`, whose page-locking locks memory.
     pub fn locking(inner: &SharedDevice) -> Arc<Self> {
         let locked = Some(Mutex::new(BTreeMap::new()));
-        Arc::new(Self { inner: Arc::clone(inner), before: Box::new(|_| Ok(())), locked })
+        let info = inner.info().clone();
+        Arc::new(Self { inner: Arc::clone(inner), info, before: Box::new(|_| Ok(())), locked })
+    }
+
+    /// `inner`, with `before` ahead of each call, that does not tell its link's rate.
+    pub fn of_unknown_link(inner: &SharedDevice, before: Before) -> Arc<Self> {
+        let info = DeviceInfo { link: None, ..inner.info().clone() };
+        Arc::new(Self { inner: Arc::clone(inner), info, before, locked: None })
     }
 }
 
@@ -86,7 +95,7 @@ impl HostMemory for Wrapped {
 
 impl Device for Wrapped {
     fn info(&self) -> &DeviceInfo {
-        self.inner.info()
+        &self.info
     }
     fn memory(&self) -> Result<MemoryFigures, DeviceError> {
         (self.before)("memory")?;

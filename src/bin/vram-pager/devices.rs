@@ -14,7 +14,8 @@ use crate::output::{self, Align, Table};
 #[command(after_help = "Examples:\n  \
     vram-pager devices\n  \
     vram-pager devices --json\n\n\
-    cap=SIZE makes a large card act as a small one: cuda:0,cap=8GiB.")]
+    cap=SIZE makes a large card act as a small one: cuda:0,cap=8GiB.\n\
+    link=RATE tells the rate of its link, which is measured otherwise: cuda:0,link=50GB/s.")]
 pub(crate) struct Args {}
 
 /// What `--json` prints.

@@ -14,7 +14,7 @@ use vram_pager::pager::{
     ASSUMED_LINK, CardFacts, CardSizes, Forecast, ModelOptions, PagerOptions, card_sizes, forecast,
 };
 use vram_pager::staging::budget::this_machines_limit;
-use vram_pager::units::{Rate, format_size};
+use vram_pager::units::{Rate, format_rate, format_size};
 use vram_pager::weights::{TensorIndex, UnitId};
 
 use crate::Outcome;
@@ -41,7 +41,8 @@ const LISTED: usize = 4;
     vram-pager plan model.safetensors --device cuda:0 --compute-per-gib 30ms\n  \
     vram-pager plan model.safetensors.index.json --device emulated:24GiB --json | jq .streamed_bytes\n\n\
     The sizes of card are those of cards like this one with nobody else on them.\n\
-    A device that does not tell its link's rate is taken to have 25 GB/s.")]
+    A real card's link is taken to have 25 GB/s unless the device string tells its rate: cuda:0,link=50GB/s.\n\
+    `run` measures it.")]
 pub(crate) struct Args {
     /// A .safetensors file, or the index of a sharded model
     #[arg(value_name = "FILE|INDEX.json")]
@@ -299,7 +300,7 @@ fn print(report: &Report<'_>, index: &TensorIndex, found: &Forecast) -> Outcome 
                 out,
                 "a pass takes:   {pass_ms:.1} ms modelled; its link {:.1} ms at {}{}, its compute {}",
                 report.link_ms,
-                rate(Rate(report.device.link_bytes_per_second)),
+                format_rate(Rate(report.device.link_bytes_per_second)),
                 if report.device.link_assumed { " (assumed)" } else { "" },
                 if report.compute_ms > 0.0 {
                     format!("{:.1} ms", report.compute_ms)
@@ -311,10 +312,4 @@ fn print(report: &Report<'_>, index: &TensorIndex, found: &Forecast) -> Outcome 
         writeln!(out, "runs from:      a card of {}", size_or(report.smallest_card_bytes))?;
         writeln!(out, "no streaming:   from a card of {} on", size_or(report.resident_from_bytes))
     })
-}
-
-fn rate(rate: Rate) -> String {
-    #[expect(clippy::cast_precision_loss, reason = "shown with one place")]
-    let gb = rate.0 as f64 / 1e9;
-    format!("{gb:.1} GB/s")
 }

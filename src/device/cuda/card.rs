@@ -28,7 +28,7 @@ use super::stream::StreamState;
 use crate::device::{
     CallCounts, Clock, Device, DeviceError, DeviceInfo, DeviceKind, LiveObjects, MemoryFigures, StreamId,
 };
-use crate::units::ModelTime;
+use crate::units::{ModelTime, Rate};
 
 /// Which card to open, and how.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -39,6 +39,8 @@ pub struct CudaOptions {
     pub cap: Option<u64>,
     /// The granularity to use, a power of two and a multiple of the card's own.
     pub page: Option<u64>,
+    /// The rate of its link from the host, which the driver does not tell; `None` leaves it to be measured.
+    pub link: Option<Rate>,
 }
 
 /// One card.
@@ -115,7 +117,7 @@ impl CudaDevice {
             granularity,
             virtual_memory: virtual_memory.is_ok(),
             host_addressable: false,
-            link: None,
+            link: options.link,
             keeps_bytes: true,
         };
         Ok(Arc::new(Self {

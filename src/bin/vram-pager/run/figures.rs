@@ -1,7 +1,7 @@
 //! What a run found: the object of `--json`, and the table for people.
 
 use serde::Serialize;
-use vram_pager::units::format_size;
+use vram_pager::units::{Rate, format_rate, format_size};
 
 use super::RunOptions;
 use crate::Outcome;
@@ -33,6 +33,9 @@ pub(crate) struct DeviceReport {
     pub(crate) kind: &'static str,
     pub(crate) name: String,
     pub(crate) total_bytes: u64,
+    /// Null where the device does not tell it and it was not measured.
+    pub(crate) link_bytes_per_second: Option<u64>,
+    pub(crate) link_measured: bool,
 }
 
 #[derive(Serialize, Clone, Debug)]
@@ -91,6 +94,9 @@ pub(super) fn print_report(report: &Report, options: &RunOptions) -> Outcome {
             format_size(report.peak_device_bytes),
             format_size(report.device.total_bytes)
         )?;
+        if let (Some(link), true) = (report.device.link_bytes_per_second, report.device.link_measured) {
+            writeln!(out, "the link:    {} by the card's own clock", format_rate(Rate(link)))?;
+        }
         if options.verify {
             writeln!(
                 out,

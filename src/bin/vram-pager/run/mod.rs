@@ -65,7 +65,7 @@ pub(crate) struct Args {
 /// The card, and what decides what stays on it: the same for `plan` and `run`.
 #[derive(clap::Args, Clone)]
 pub(crate) struct CardOptions {
-    /// The device: emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none] or cuda:<n>[,cap=<size>]
+    /// The device: emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none] or cuda:<n>[,cap=<size>][,link=<rate>]
     #[arg(long, value_name = "DEVICE", default_value = "emulated:4GiB")]
     pub(crate) device: String,
 

@@ -101,6 +101,8 @@ fn do_passes(
             kind: device.info().kind.as_str(),
             name: device.info().name.clone(),
             total_bytes: total,
+            link_bytes_per_second: figures.link.map(|link| link.0),
+            link_measured: device.info().link.is_none() && figures.link.is_some(),
         },
         weights_bytes,
         units: index.units().len(),

@@ -138,6 +138,10 @@ rate="$(awk -v bytes="$(field "$work/streaming" h2d_bytes)" -v ms="$(field "$wor
 row "  streaming, last pass" "$(answer $code)" \
     "${rate:-?} GB/s, $(awk -v rate="${rate:-0}" -v peak="$(bench locked_to_card_gb_s)" 'BEGIN { if (peak > 0) printf "%.0f", 100 * rate / peak }') % of the card's peak"
 
+link="$(awk -v rate="$(field "$work/streaming" link_bytes_per_second)" 'BEGIN { if (rate > 0) printf "%.2f", rate / 1e9 }')"
+row "  the link, as its copies measured it" "$(answer $([ -n "$link" ]; echo $?))" \
+    "${link:-?} GB/s, $(awk -v rate="${link:-0}" -v peak="$(bench locked_to_card_gb_s)" 'BEGIN { if (peak > 0) printf "%.0f", 100 * rate / peak }') % of the card's peak"
+
 check page_fault 150 "$here/page_fault" --bench
 row "page-fault bench" "$(answer $?)" "$(grep -c . "$work/page_fault") lines in page_fault.txt"
 cp "$work/page_fault" "$out/page_fault.txt" 2>/dev/null

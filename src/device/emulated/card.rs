@@ -1,4 +1,4 @@
-//! The emulated device itself: how it is opened, what it owns, what tests may do to it.
+//! The emulated device itself: what it owns, what tests may do to it.
 //!
 //! Owns the control lock (streams, events, engines) and what the workers share (memory, deferred errors).
 //! Dropping the device lets queued work run and joins the workers; they hold no device. May import
@@ -6,318 +6,27 @@
 
 #![deny(unsafe_code)]
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
 use super::backing::{Backing, MappingBudget};
-use super::clock::{CallCosts, Engine, Engines, HostClock};
+use super::clock::{Engine, HostClock};
+use super::control::{Control, Shared};
 use super::fault::{CallKind, Fault, FaultError, Faults};
 use super::journal::Journal;
 use super::memory::Memory;
+use super::options::EmulatedOptions;
 use super::pageable::Buffers;
-use super::stream::{Hold, HoldState, Point, StreamQueue, Work};
+use super::stream::{Hold, HoldState, Point, Work};
 use super::usage::Refusal;
 use super::watch::{Before, History, Seen};
-use crate::device::handle::host_page_bytes;
 use crate::device::kernels::{HostTwin, builtin};
 use crate::device::{
     CallCounts, Device, DeviceError, DeviceInfo, DeviceKind, LiveObjects, MemoryFigures, StreamId,
 };
-use crate::units::{GIB, KIB, MIB, ModelTime, Rate, format_size};
-
-/// The default page of an emulated card in bytes, as on current CUDA cards.
-pub const DEFAULT_PAGE_BYTES: u64 = 2 * MIB;
-
-/// The default link, about what sixteen lanes of the fourth PCI Express generation reach.
-pub const DEFAULT_LINK: Rate = Rate(25_000_000_000);
-
-/// Errors that are kept for later; more are dropped, the first tell the story.
-const MOST_DEFERRED: usize = 64;
-
-/// How an emulated card is opened.
-#[derive(Clone, PartialEq, Eq, Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "each switch is one of the card's abilities or habits")]
-pub struct EmulatedOptions {
-    /// The card's size in bytes; rounded down to whole pages.
-    pub bytes: u64,
-    /// The granularity in bytes: a power of two and a multiple of the host's page.
-    pub page_bytes: u64,
-    /// The rate of copies in each direction.
-    pub link: Rate,
-    /// The rate of file reads; `None` is no cost at all.
-    pub disk: Option<Rate>,
-    /// Whether bytes are kept. Without, there are addresses, accounts and the clock, for cards and tables
-    /// larger than this machine; work is done as it is enqueued and moves nothing.
-    pub keeps_bytes: bool,
-    /// Whether there are virtual memory calls. Without, memory comes from the activation pool alone, as on
-    /// some virtual and embedded cards.
-    pub virtual_memory: bool,
-    /// What calls cost on the modelled clock.
-    pub costs: CallCosts,
-    /// Whether new and released frames are filled with `0xDB`; on by default in debug builds.
-    pub poison: bool,
-    /// Whether memory in use is watched: whoever touches the same bytes must be ordered by streams and fences,
-    /// and memory is taken away only when the host was told that all work on it is done. What is not so is
-    /// refused as misuse, however lucky the threads were. On by default in debug builds.
-    pub watch: bool,
-    /// The most memory mappings that the process may have, all its emulated cards together; `None` is
-    /// three quarters of the system's limit.
-    pub max_mappings: Option<u64>,
-}
-
-impl EmulatedOptions {
-    /// A card of `bytes` with everything else at its default.
-    pub fn new(bytes: u64) -> Self {
-        Self {
-            bytes,
-            page_bytes: DEFAULT_PAGE_BYTES,
-            link: DEFAULT_LINK,
-            disk: None,
-            keeps_bytes: true,
-            virtual_memory: true,
-            costs: CallCosts::default(),
-            poison: cfg!(debug_assertions),
-            watch: cfg!(debug_assertions),
-            max_mappings: None,
-        }
-    }
-
-    /// The size in whole pages, or why the card cannot be.
-    pub(in crate::device) fn whole_pages(&self) -> Result<u64, String> {
-        let page = self.page_bytes;
-        if !page.is_power_of_two() || !page.is_multiple_of(host_page_bytes()) {
-            return Err(format!(
-                "its page of {page} bytes is not a power of two that is a multiple of the host's page, {}",
-                format_size(host_page_bytes())
-            ));
-        }
-        let pages = self.bytes / page;
-        if pages == 0 {
-            return Err(format!("its size of {} bytes is less than one page of {page}", self.bytes));
-        }
-        Ok(pages)
-    }
-
-    /// The device string that names such a card, as far as a string can.
-    fn name(&self, bytes: u64) -> String {
-        let size = exact_size(bytes);
-        let bytes = if self.keeps_bytes { "" } else { ",bytes=none" };
-        let vmm = if self.virtual_memory { "" } else { ",vmm=none" };
-        match self.page_bytes {
-            DEFAULT_PAGE_BYTES => format!("emulated:{size}{bytes}{vmm}"),
-            page => format!("emulated:{size},page={}{bytes}{vmm}", exact_size(page)),
-        }
-    }
-}
-
-/// A size in the largest unit that divides it.
-fn exact_size(bytes: u64) -> String {
-    for (unit, name) in [(GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")] {
-        if bytes.is_multiple_of(unit) {
-            return format!("{}{name}", bytes / unit);
-        }
-    }
-    bytes.to_string()
-}
-
-/// What the workers and the device both need.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) memory: Mutex<Memory>,
-    pub(super) delay_seed: AtomicU64,
-    deferred: Mutex<Vec<DeviceError>>,
-    /// What the watch over memory in use refused.
-    caught: Mutex<Vec<DeviceError>>,
-    /// The text of the failure that lost the device.
-    lost: OnceLock<String>,
-}
-
-impl Shared {
-    pub(super) fn defer(&self, error: DeviceError) {
-        if let DeviceError::Lost { first, .. } = &error {
-            let _ = self.lost.set(first.clone());
-        }
-        let mut deferred = self.deferred.lock();
-        if deferred.len() < MOST_DEFERRED {
-            deferred.push(error);
-        }
-    }
-
-    /// Remembers what the watch over memory in use refused.
-    pub(super) fn catch(&self, error: &DeviceError) {
-        let mut caught = self.caught.lock();
-        if caught.len() < MOST_DEFERRED {
-            caught.push(error.clone());
-        }
-    }
-}
-
-#[derive(Debug)]
-pub(super) struct StreamEntry {
-    pub(super) queue: Arc<StreamQueue>,
-    /// The modelled end of the stream's work.
-    pub(super) end: ModelTime,
-    /// What its next work comes after, where that is watched.
-    pub(super) seen: Option<Seen>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl StreamEntry {
-    /// The point that the stream has been given work up to.
-    pub(super) fn point(&self) -> Point {
-        Point {
-            stream: Arc::clone(&self.queue),
-            sequence: self.queue.enqueued(),
-            time: self.end,
-            seen: self.seen.as_ref().map(|seen| Arc::new(seen.clone())),
-        }
-    }
-
-    /// The stream waits for a point of another one.
-    pub(super) fn follow(&mut self, point: &Point) {
-        if let Some(seen) = &mut self.seen {
-            point.add_to(seen);
-        }
-    }
-}
-
-fn no_stream(call: &'static str, stream: StreamId) -> DeviceError {
-    DeviceError::Misuse { call, why: format!("stream {} does not exist (any more)", stream.0) }
-}
-
-/// Streams, events and engines.
-#[derive(Debug, Default)]
-pub(super) struct Control {
-    pub(super) streams: HashMap<u64, StreamEntry>,
-    /// Each event's newest record.
-    pub(super) events: HashMap<u64, Option<Point>>,
-    pub(super) engines: Engines,
-    /// Destroyed streams whose work may still run.
-    closing: Vec<(Arc<StreamQueue>, JoinHandle<()>)>,
-    next_stream: u64,
-    pub(super) next_event: u64,
-    /// What was done when, while somebody wants to know.
-    pub(super) journal: Option<Journal>,
-    holds: Vec<Weak<HoldState>>,
-    /// What the host was told is done, where memory in use is watched.
-    pub(super) told: Option<Seen>,
-}
-
-impl Control {
-    pub(super) fn stream(
-        &mut self,
-        call: &'static str,
-        stream: StreamId,
-    ) -> Result<&mut StreamEntry, DeviceError> {
-        self.streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))
-    }
-
-    /// Places something on `stream` and an engine; answers the stream's entry.
-    pub(super) fn schedule(
-        &mut self,
-        call: &'static str,
-        stream: StreamId,
-        engine: Engine,
-        earliest: ModelTime,
-        duration: Duration,
-    ) -> Result<&mut StreamEntry, DeviceError> {
-        let Self { streams, engines, .. } = self;
-        let entry = streams.get_mut(&stream.0).ok_or_else(|| no_stream(call, stream))?;
-        engines.schedule(engine, &mut entry.end, earliest, duration);
-        Ok(entry)
-    }
-
-    /// Starts a stream with its worker.
-    pub(super) fn start_stream(
-        &mut self,
-        shared: &Arc<Shared>,
-        inline: bool,
-    ) -> Result<StreamId, DeviceError> {
-        self.reap();
-        let id = StreamId(self.next_stream);
-        let queue = Arc::new(StreamQueue::new(id, inline));
-        let thread = if inline {
-            None
-        } else {
-            let (queue, shared) = (Arc::clone(&queue), Arc::clone(shared));
-            let builder = std::thread::Builder::new().name(format!("emulated-{}", id.0));
-            let spawned = builder.spawn(move || super::stream::run_worker(&queue, &shared));
-            Some(spawned.map_err(|error| DeviceError::Host {
-                call: "create_stream",
-                bytes: 0,
-                why: error.to_string(),
-            })?)
-        };
-        self.next_stream += 1;
-        let seen = self.told.as_ref().map(|_| Seen::default());
-        self.streams.insert(id.0, StreamEntry { queue, end: ModelTime::ZERO, seen, thread });
-        Ok(id)
-    }
-
-    /// Takes a stream's name away; its work still runs.
-    pub(super) fn end_stream(&mut self, stream: StreamId) -> Result<(), DeviceError> {
-        self.stream("destroy_stream", stream)?;
-        if let Some(StreamEntry { queue, thread: Some(thread), .. }) = self.streams.remove(&stream.0) {
-            queue.close();
-            self.closing.push((queue, thread));
-        }
-        self.reap();
-        Ok(())
-    }
-
-    /// Joins workers that have ended.
-    fn reap(&mut self) {
-        let (ended, running): (Vec<_>, Vec<_>) =
-            self.closing.drain(..).partition(|(_, thread)| thread.is_finished());
-        self.closing = running;
-        for (_, thread) in ended {
-            let _ = thread.join();
-        }
-        self.holds.retain(|hold| hold.strong_count() > 0);
-        if self.told.is_some() {
-            let Self { streams, closing, told, .. } = self;
-            let mut live: Vec<u64> = streams.keys().copied().collect();
-            live.extend(closing.iter().map(|(queue, _)| queue.id().0));
-            let all = streams.values_mut().filter_map(|entry| entry.seen.as_mut()).chain(told);
-            all.for_each(|seen| seen.forget(|stream| live.contains(&stream)));
-        }
-    }
-
-    /// Whether a stream's work may still run.
-    pub(super) fn exists(&self, stream: u64) -> bool {
-        self.streams.contains_key(&stream) || self.closing.iter().any(|(queue, _)| queue.id().0 == stream)
-    }
-
-    /// The host was told that the work up to `point` is done.
-    pub(super) fn tell(&mut self, point: &Point) {
-        if let Some(told) = &mut self.told {
-            point.add_to(told);
-        }
-    }
-
-    /// All queues, of destroyed streams too.
-    fn queues(&self) -> impl Iterator<Item = &Arc<StreamQueue>> {
-        let streams = self.streams.values().map(|entry| &entry.queue);
-        streams.chain(self.closing.iter().map(|(queue, _)| queue))
-    }
-
-    /// The end of everything that was enqueued so far.
-    pub(super) fn all_points(&self) -> Vec<Point> {
-        let time = self.engines.last_end();
-        let point = |stream: &Arc<StreamQueue>| Point {
-            stream: Arc::clone(stream),
-            sequence: stream.enqueued(),
-            time,
-            seen: None,
-        };
-        self.queues().map(point).collect()
-    }
-}
 
 /// A card in host memory; see the module.
 #[derive(Debug)]

@@ -7,7 +7,9 @@
 //!
 //! | file | owns |
 //! |---|---|
-//! | `card` | options, the device, its test hooks |
+//! | `card` | the device, its test hooks |
+//! | `options` | how it is opened |
+//! | `control` | streams, events, engines |
 //! | `calls` | the calls that need no stream: ranges, frames, mappings, page locks |
 //! | `work` | the calls that enqueue or wait: streams, copies, launches, the pool, the clock |
 //! | `pageable` | copies to the card from memory that is not page-locked |
@@ -28,9 +30,11 @@ mod backing;
 mod calls;
 mod card;
 mod clock;
+mod control;
 mod fault;
 mod journal;
 mod memory;
+mod options;
 mod pageable;
 mod pool;
 mod stream;
@@ -38,8 +42,9 @@ mod usage;
 mod watch;
 mod work;
 
-pub use card::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedDevice, EmulatedOptions};
+pub use card::EmulatedDevice;
 pub use clock::CallCosts;
 pub use fault::{CallKind, Fault, FaultError};
 pub use journal::{Journal, Operation, OperationKind};
+pub use options::{DEFAULT_LINK, DEFAULT_PAGE_BYTES, EmulatedOptions};
 pub use stream::Hold;

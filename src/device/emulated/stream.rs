@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::card::Shared;
+use super::control::Shared;
 use super::fault::delay;
 use super::usage::HostSpan;
 use super::watch::Seen;

@@ -8,8 +8,9 @@
 
 use std::time::Duration;
 
-use super::card::{Control, EmulatedDevice};
+use super::card::EmulatedDevice;
 use super::clock::Engine;
+use super::control::Control;
 use super::fault::CallKind;
 use super::journal::{Operation, OperationKind, before};
 use super::pool::rounded;

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `protocol` | frames and messages: length-prefixed JSON, versioned, refusing anything else |
 //! | `client` | the parent's side: the process, its connection, and what it holds |
+//! | `start` | the child process, the connection and the greeting |
 //! | `server` | the child's side: a pager with one model, loaded and unloaded when told |
 //!
 //! # Whose figures show the worker
@@ -29,7 +30,9 @@
 mod client;
 mod protocol;
 mod server;
+mod start;
 
-pub use client::{WorkerError, WorkerOptions, WorkerParent, WorkerProcess};
+pub use client::{WorkerError, WorkerParent, WorkerProcess};
 pub use protocol::{FrameError, MAX_FRAME_BYTES, PROTOCOL_MAGIC, PROTOCOL_VERSION};
 pub use server::{ServeError, ServeOptions, serve};
+pub use start::WorkerOptions;

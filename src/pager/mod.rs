@@ -3,6 +3,7 @@
 //! | file | what it does |
 //! |---|---|
 //! | `card`, `model`, `guard`, `rows`, `streams`, `options`, `error` | what a runner uses |
+//! | `pins`, `views` | pinning units and pieces; the tensors of what is pinned |
 //! | `word`, `words` | the lock-free word of a span, the hit path; where the words lie |
 //! | `fault` | the slow path of a fault, and the release of a streamed span |
 //! | `claim` | a frame for each page of a faulted span |
@@ -20,7 +21,7 @@
 //! | `plain` | whole spans in blocks, for a card without virtual memory calls |
 //! | `pool_use` | what the activation pool needed lately |
 //! | `plan`, `choose`, `choices`, `modelled`, `order`, `ranks`, `learner`, `ring`, `runs`, `forecast` | decisions: pure functions |
-//! | `measure` | how long the runner computes with each span |
+//! | `measure`, `costs` | how long the runner computes with each span; what passes teach of that and of the link |
 //! | `residency` | where every page is now, for reports |
 //!
 //! Locking: one control lock a card, see `core`; hits take none. Invariants: between a guard's acquire
@@ -57,6 +58,7 @@ mod options;
 mod order;
 mod patched;
 mod patches;
+mod pins;
 mod plain;
 mod plan;
 mod pool_use;
@@ -72,6 +74,7 @@ mod runs;
 mod small_model;
 mod streams;
 mod verify;
+mod views;
 #[cfg(test)]
 #[path = "../../tests/common/watchdog.rs"]
 mod watchdog;

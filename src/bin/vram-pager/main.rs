@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         Command::Synth(args) => synth::run(args, cli.json),
         Command::Worker(args) => worker::run(args),
         Command::Stress(args) => stress::run(args, cli.json),
-        Command::Replay(args) => replay::run(args).map_err(Failure::from),
+        Command::Replay(args) => replay::run(args),
     });
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -171,7 +171,8 @@ fn bad_usage_is_exit_code_two() {
     refused(&[], 2);
     refused(&["inspect"], 2);
     refused(&["frobnicate"], 2);
-    refused(&["synth", "--out", "x"], 2);
+    let neither = refused(&["synth", "--out", "x"], 2);
+    assert!(neither.contains("--like") && neither.contains("--layout"), "{neither}");
     refused(&["synth", "--like", "gpt-9", "--out", "x"], 2);
     refused(&["synth", "--like", "t5-xxl", "--layout", "x", "--out", "y"], 2);
     refused(&["synth", "--layout", text(dir.path()), "--out", "y"], 2);
@@ -277,6 +278,17 @@ fn a_disk_that_takes_no_more_is_an_error_that_leaves_nothing() {
     assert_eq!(names(&dir), [""; 0]);
 }
 
+#[test]
+fn what_no_disk_holds_is_refused_before_it_is_written() {
+    let dir = TempDir::new().unwrap();
+    let layout = dir.path().join("layout.json");
+    fs::write(&layout, r#"[{"name":"w","dtype":"U8","shape":[1048576,1099511627776]}]"#).unwrap();
+    let out = dir.path().join("out.safetensors");
+    let said = refused(&["synth", "--layout", text(&layout), "--out", text(&out)], 1);
+    assert!(said.contains("out.safetensors") && said.contains("(11529215046068"), "{said}");
+    assert_eq!(names(&dir), ["layout.json"]);
+}
+
 fn interrupt(child: &Child) {
     let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(status.success());
@@ -287,7 +299,7 @@ fn ctrl_c_ends_a_long_write_and_leaves_nothing() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out.safetensors");
     let mut child = Command::new(BIN)
-        .args(["synth", "--like", "flux1-dev", "--out", text(&out)])
+        .args(["synth", "--like", "flux1-dev", "--scale", "0.4", "--out", text(&out)])
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();

@@ -289,6 +289,23 @@ fn what_no_disk_holds_is_refused_before_it_is_written() {
     assert_eq!(names(&dir), ["layout.json"]);
 }
 
+/// What is said beside the answer is for whoever listens: a run goes on where nobody does.
+#[test]
+fn a_standard_error_that_takes_nothing_changes_no_answer() {
+    let dir = TempDir::new().unwrap();
+    let layout = dir.path().join("layout.json");
+    fs::write(&layout, r#"[{"name":"w.weight","dtype":"F32","shape":[64,8192]}]"#).unwrap();
+    let path = dir.path().join("model.safetensors");
+    assert!(run(&["synth", "--layout", text(&layout), "--out", text(&path)]).status.success());
+    let args = ["run", text(&path), "--device", "emulated:640KiB,page=64KiB", "--passes", "1", "--json"];
+    let told = run(&args);
+    assert!(String::from_utf8_lossy(&told.stderr).contains("it is taken in"), "{told:?}");
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let untold = Command::new(BIN).args(args).stderr(full).output().unwrap();
+    assert_eq!(untold.status.code(), Some(0));
+    assert_eq!(object(&untold)["passes"][0]["h2d_bytes"], object(&told)["passes"][0]["h2d_bytes"]);
+}
+
 fn interrupt(child: &Child) {
     let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(status.success());

@@ -70,7 +70,9 @@ impl StepStart {
 
 impl Recorder {
     /// Begins to hear passes over `model` by runners that use `streams`, one each, of about `passes` passes.
-    /// `card` is the model's device, if it is an emulated one: without, times are the host's.
+    /// `card` is the model's device, if it is an emulated one: without, times are the host's. A card that
+    /// [`device::open`](crate::device::open) gave is not known to be one any more; read the string as a
+    /// [`DeviceString`](crate::device::DeviceString), and open its options with [`EmulatedDevice::open`].
     pub fn new<'s>(
         model: &Arc<PagedModel>,
         card: Option<Arc<EmulatedDevice>>,

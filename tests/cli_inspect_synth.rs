@@ -171,7 +171,8 @@ fn bad_usage_is_exit_code_two() {
     refused(&[], 2);
     refused(&["inspect"], 2);
     refused(&["frobnicate"], 2);
-    refused(&["synth", "--out", "x"], 2);
+    let neither = refused(&["synth", "--out", "x"], 2);
+    assert!(neither.contains("--like") && neither.contains("--layout"), "{neither}");
     refused(&["synth", "--like", "gpt-9", "--out", "x"], 2);
     refused(&["synth", "--like", "t5-xxl", "--layout", "x", "--out", "y"], 2);
     refused(&["synth", "--layout", text(dir.path()), "--out", "y"], 2);
@@ -277,6 +278,34 @@ fn a_disk_that_takes_no_more_is_an_error_that_leaves_nothing() {
     assert_eq!(names(&dir), [""; 0]);
 }
 
+#[test]
+fn what_no_disk_holds_is_refused_before_it_is_written() {
+    let dir = TempDir::new().unwrap();
+    let layout = dir.path().join("layout.json");
+    fs::write(&layout, r#"[{"name":"w","dtype":"U8","shape":[1048576,1099511627776]}]"#).unwrap();
+    let out = dir.path().join("out.safetensors");
+    let said = refused(&["synth", "--layout", text(&layout), "--out", text(&out)], 1);
+    assert!(said.contains("out.safetensors") && said.contains("(11529215046068"), "{said}");
+    assert_eq!(names(&dir), ["layout.json"]);
+}
+
+/// What is said beside the answer is for whoever listens: a run goes on where nobody does.
+#[test]
+fn a_standard_error_that_takes_nothing_changes_no_answer() {
+    let dir = TempDir::new().unwrap();
+    let layout = dir.path().join("layout.json");
+    fs::write(&layout, r#"[{"name":"w.weight","dtype":"F32","shape":[64,8192]}]"#).unwrap();
+    let path = dir.path().join("model.safetensors");
+    assert!(run(&["synth", "--layout", text(&layout), "--out", text(&path)]).status.success());
+    let args = ["run", text(&path), "--device", "emulated:640KiB,page=64KiB", "--passes", "1", "--json"];
+    let told = run(&args);
+    assert!(String::from_utf8_lossy(&told.stderr).contains("it is taken in"), "{told:?}");
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let untold = Command::new(BIN).args(args).stderr(full).output().unwrap();
+    assert_eq!(untold.status.code(), Some(0));
+    assert_eq!(object(&untold)["passes"][0]["h2d_bytes"], object(&told)["passes"][0]["h2d_bytes"]);
+}
+
 fn interrupt(child: &Child) {
     let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(status.success());
@@ -287,7 +316,7 @@ fn ctrl_c_ends_a_long_write_and_leaves_nothing() {
     let dir = TempDir::new().unwrap();
     let out = dir.path().join("out.safetensors");
     let mut child = Command::new(BIN)
-        .args(["synth", "--like", "flux1-dev", "--out", text(&out)])
+        .args(["synth", "--like", "flux1-dev", "--scale", "0.4", "--out", text(&out)])
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();

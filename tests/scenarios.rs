@@ -113,6 +113,9 @@ fn a_scenario_that_cannot_be_played_is_refused_with_the_reason() {
         assert!(output.stdout.is_empty());
     }
     let mut scenario = small();
+    scenario["expectd"] = json!([]);
+    assert_eq!(replay(&[], written(&scenario).path()).status.code(), Some(2), "a misspelt name");
+    let mut scenario = small();
     scenario["config"] = json!({"vram_state": "enormous"});
     assert_eq!(replay(&[], written(&scenario).path()).status.code(), Some(2));
     scenario["config"] = json!({"min_weight_memory_ratio": 1.5});
@@ -123,6 +126,16 @@ fn a_scenario_that_cannot_be_played_is_refused_with_the_reason() {
         Some(2),
         "nothing to check against"
     );
+}
+
+#[test]
+fn an_answer_that_cannot_be_written_is_an_error() {
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let scenario = written(&small());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vram-pager"));
+    let output = command.arg("replay").arg(scenario.path()).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("cannot write to standard output"));
 }
 
 /// Plays `ops` on one 8 GiB card with models A and B (1 GiB each), A2 (a clone of A) and D (paged), and

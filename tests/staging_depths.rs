@@ -99,6 +99,29 @@ fn nothing_is_read_ahead_with_a_depth_of_nothing() {
 }
 
 #[test]
+fn depths_without_a_limit_are_depths() {
+    let file = ModelFile::new(&mixed_units(), 35);
+    let device = small_card(2 * MIB);
+    {
+        let options = PagerOptions {
+            read_ahead_bytes: u64::MAX,
+            copy_ahead_bytes: Some(u64::MAX),
+            prefetch_loads: usize::MAX,
+            ..small_options()
+        };
+        let pager = pager(&device, options);
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        // Enough faults in order for the window, which doubles at each, to pass 64 bits.
+        for _ in 0..4 {
+            checked_pass(&model, &stream, &verifier).unwrap();
+        }
+    }
+    assert_nothing_left(&device);
+}
+
+#[test]
 fn copies_go_no_further_ahead_than_their_depth() {
     let file = ModelFile::new(&mixed_units(), 33);
     let mut furthest = Vec::new();

@@ -66,6 +66,21 @@ impl FromStr for DeviceString {
 
 /// Opens the device that `text` names.
 ///
+/// `emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none][,vmm=none]` is a card in host memory,
+/// see [`EmulatedOptions`](crate::device::emulated::EmulatedOptions) for what is not given. With `bytes=none` it
+/// keeps accounts and a clock and no bytes, with `vmm=none` it has no virtual memory calls.
+/// `cuda:<n>[,cap=<size>][,page=<size>][,link=<rate>]` is the driver's card of that number, which `cap` makes act as a
+/// smaller one; `link` tells the rate of its link, which is measured otherwise.
+/// Sizes and rates are those of [`parse_size`](crate::units::parse_size) and
+/// [`parse_rate`](crate::units::parse_rate).
+///
+/// ```
+/// let card = vram_pager::device::open("emulated:24MiB,page=64KiB,link=12GB/s")?;
+/// assert_eq!(card.info().granularity, 64 << 10);
+/// assert!(vram_pager::device::open("emulatd:24MiB").unwrap_err().to_string().contains("did you mean"));
+/// # Ok::<(), vram_pager::device::DeviceError>(())
+/// ```
+///
 /// # Errors
 /// A string that cannot be read, with what would be right; a device that is not there.
 pub fn open(text: &str) -> Result<SharedDevice, DeviceError> {

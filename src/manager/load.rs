@@ -52,7 +52,8 @@ impl Manager {
     /// 1. Entries whose model died are dropped.
     /// 2. The working memory is the larger of [`Manager::minimum_inference_memory`] and
     ///    `memory_required` with the reserve.
-    /// 3. A model that is listed keeps its entry. If any model is not paged, the call is not.
+    /// 3. A model that is listed keeps its entry. Room is made as
+    ///    [`FreeOptions::for_dynamic`](crate::manager::FreeOptions::for_dynamic) only if all models are paged.
     /// 4. Listed clones of the models let go of the weights, whose bytes stay.
     /// 5. The bytes still missing are summed per card, and so is the page-locked memory that resident
     ///    models will want.

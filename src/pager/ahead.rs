@@ -93,7 +93,7 @@ impl Window {
         self.bytes = match (follows, self.bytes) {
             (false, _) => 0,
             (true, 0) => (2 * chunk_bytes).min(depth),
-            (true, bytes) => (2 * bytes).min(depth),
+            (true, bytes) => bytes.saturating_mul(2).min(depth),
         };
         if overtaken || !follows {
             self.next = if place + 1 >= places { 0 } else { place + 1 };

@@ -89,8 +89,8 @@ pub enum PagerError {
         /// What is wrong.
         why: String,
     },
-    /// The stream belongs to another card.
-    #[error("the stream belongs to {stream}, the model to {model}")]
+    /// The stream belongs to another card, or was registered with another pager.
+    #[error("the stream belongs to {stream}, the model to {model}: take a stream of the model's own pager")]
     OtherDevice {
         /// The stream's device.
         stream: String,

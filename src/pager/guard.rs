@@ -154,6 +154,11 @@ fn release_span(model: &PagedModel, span: u32, stream: &PagerStream) {
 ///
 /// Dropping a guard releases it on the stream that it was faulted on. Work must be given to the stream
 /// before that.
+///
+/// Kernels read the addresses where they are. To see the bytes on the host, copy them with
+/// [`Copies::copy_to_host`](crate::device::Copies::copy_to_host) of [`Pager::device`](super::Pager::device) on the
+/// guard's stream, and synchronise that before the guard is released; or let a [`Verifier`](super::Verifier) compare
+/// them with the file.
 #[must_use = "a guard that is dropped at once gives its unit free before any work uses it"]
 pub struct Guard<'m> {
     model: &'m PagedModel,

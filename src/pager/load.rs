@@ -211,7 +211,7 @@ fn staging_depth(core: &Core, control: &Control) -> u64 {
         return loading_depth(core, core.readers.at_once());
     }
     let pages = u64::from(core.chunk_pages) + control.frames.ring.len() as u64;
-    read_depth(core) + pages * core.page_bytes
+    read_depth(core).saturating_add(pages * core.page_bytes)
 }
 
 /// The same where nothing streams, so that no copy waits for a kernel: what is copied for each read, and one more.

@@ -138,6 +138,10 @@ impl WeightSource {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModelOptions {
     /// The type that float tensors have on the device; `None` keeps each tensor's own.
+    ///
+    /// Casts to a wider type take [`PagerOptions::chunk_bytes`] of the card's pool for each copy stream, from the
+    /// first model opened so until the pager is dropped. On a card of a few such chunks, make them smaller.
+    /// [`super::forecast`] does not count these bytes.
     pub compute: Option<Dtype>,
     /// A unit of more bytes than this is cut into pieces of at most so many, runs of rows of its first
     /// dimension; `None` cuts a unit of more than half of what the card can give into pieces of a

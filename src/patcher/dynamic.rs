@@ -9,6 +9,7 @@
 
 #![deny(unsafe_code)]
 
+use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -33,6 +34,16 @@ pub struct PagedPatcher {
     uuid: ModelUuid,
     parent: Option<Arc<PagedPatcher>>,
     patches: Mutex<Option<Arc<PatchSet>>>,
+}
+
+impl fmt::Debug for PagedPatcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { model, place, uuid, .. } = self;
+        let patches = self.patches().map(|patches| patches.version());
+        let mut shown = f.debug_struct("PagedPatcher");
+        shown.field("model", model).field("place", place).field("uuid", uuid).field("patches", &patches);
+        shown.finish_non_exhaustive()
+    }
 }
 
 impl PagedPatcher {

@@ -208,6 +208,24 @@ struct Pair {
 }
 
 /// A LoRA file, checked as far as it can be without a model.
+///
+/// Two naming habits are known:
+///
+/// | up (rows × rank) | down (rank × columns) | alpha |
+/// |---|---|---|
+/// | `<key>.lora_up.weight` | `<key>.lora_down.weight` | `<key>.alpha` |
+/// | `<key>.lora_B.weight` | `<key>.lora_A.weight` | `<key>.alpha` |
+///
+/// `alpha` defaults to the rank; the patched weight is `W + strength × (alpha / rank) × up · down`.
+///
+/// A key stands for the model's tensor `<key>.weight`, or `<key>` itself. If there is none, the prefixes of
+/// [`LORA_PREFIXES`](crate::patcher::LORA_PREFIXES) are taken off the key, and put before what is left, one at a
+/// time; and a key that begins with `lora_unet_`, `lora_te_` or the like is matched with the dots of the model's
+/// names written as underscores, if exactly one name reads so.
+///
+/// Factors of a convolution (4-D) are taken as matrices of their first dimension and the product of the others.
+/// Factors are F32, F16 or BF16 and are kept so; of two types, or of fp8, both are widened to F32. F64 and integers
+/// are refused, and so are files of which a half would be applied (`DoRA`, a middle factor).
 #[derive(Debug)]
 pub struct LoraFile {
     index: TensorIndex,

@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,11 +31,21 @@ const MOST: usize = 1 << 20;
 const SAMPLED_ENDS: usize = 240;
 
 /// Hears a run.
+///
+/// A runner calls [`Self::pass_begins`] and [`Self::pass_ends`] around each pass, and around each fault
+/// [`Self::begin`], then [`StepStart::faulted`] once it has its guard, then [`Self::step`] after the release.
 pub struct Recorder {
     model: Arc<PagedModel>,
     card: Option<Arc<EmulatedDevice>>,
     streams: Vec<StreamId>,
     heard: Mutex<Heard>,
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { model, streams, .. } = self;
+        f.debug_struct("Recorder").field("model", model).field("streams", streams).finish_non_exhaustive()
+    }
 }
 
 #[derive(Default)]
@@ -70,7 +81,9 @@ impl StepStart {
 
 impl Recorder {
     /// Begins to hear passes over `model` by runners that use `streams`, one each, of about `passes` passes.
-    /// `card` is the model's device, if it is an emulated one: without, times are the host's.
+    /// `card` is the model's device, if it is an emulated one: without, times are the host's. A card that
+    /// [`device::open`](crate::device::open) gave is not known to be one any more; read the string as a
+    /// [`DeviceString`](crate::device::DeviceString), and open its options with [`EmulatedDevice::open`].
     pub fn new<'s>(
         model: &Arc<PagedModel>,
         card: Option<Arc<EmulatedDevice>>,

@@ -186,7 +186,7 @@ pub enum WeightsError {
     },
     /// A shard that the index names cannot be opened.
     #[error(
-        "{}: the shard `{shard}`, which holds `{tensor}` and {others} more tensors, is missing: {why}",
+        "{}: the shard `{shard}`, which holds `{tensor}` and {others} more, is missing: {why}",
         path(index), tensor = shown(tensor), shard = shown(shard)
     )]
     MissingShard {

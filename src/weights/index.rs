@@ -61,6 +61,12 @@ pub struct TensorInfo {
 }
 
 /// The tensors of one module, faulted together.
+///
+/// A tensor's name is its module's and, after the last dot, the parameter's: `blocks.0.proj.weight` and
+/// `blocks.0.proj.bias` make the unit `blocks.0.proj`. What stands below a parameter stays with it
+/// (`proj.weight.absmax` is of `proj`). A name without a dot is a unit of its own.
+///
+/// A unit's [`UnitId`] is its place in [`TensorIndex::units`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct UnitInfo {
     /// The module's name.

@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::{self, BufWriter, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -73,12 +73,22 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// The log on standard error: warnings, or what `RUST_LOG` asks for.
-pub(crate) fn start_log() {
+/// The log on standard error: what `RUST_LOG` asks for, or else `level` and above. Colours are for terminals.
+pub(crate) fn start_log(level: &str) {
     use tracing_subscriber::EnvFilter;
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    // A second subscriber cannot come about: this is called once.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).try_init();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    let coloured =
+        io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(coloured);
+    // What cannot be written there cannot be told there. A second subscriber cannot come about: this is called
+    // once.
+    let _ = log.log_internal_errors(false).try_init();
+}
+
+/// Says something on standard error beside the answer. If that is closed there is nobody left to tell, which is
+/// no reason to stop.
+pub(crate) fn note(text: impl std::fmt::Display) {
+    let _ = writeln!(io::stderr(), "{text}");
 }
 
 /// Prints on standard output.

@@ -246,11 +246,11 @@ fn print(report: &Report<'_>, index: &TensorIndex, found: &Forecast) -> Outcome 
     output::print(|out| {
         writeln!(
             out,
-            "{}: {} in {}, {} pages of {}",
+            "{}: {} in {}, {} of {}",
             output::printable(&report.model),
             format_size(report.weights_bytes),
             output::count(report.units, "unit"),
-            report.pages,
+            output::count(report.pages as usize, "page"),
             format_size(report.page_bytes)
         )?;
         writeln!(

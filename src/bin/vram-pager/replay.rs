@@ -13,19 +13,36 @@ use vram_pager::manager::{
 };
 use vram_pager::patcher::{ModelPatcher, Place, SizedCard, SizedModel, SizedSpec};
 
-use crate::output::Failure;
+use crate::Outcome;
+use crate::output::{self, Failure};
 use scenario::{Answer, ModelSpec, Op, Row, Scenario, Step};
 
 mod scenario;
 
 const MIB: u64 = 1 << 20;
 
-/// Plays a scenario of memory calls against the manager and prints the ledger after each.
+/// Play a scenario of memory calls against the manager, and print the ledger after each
+///
+/// Models are sizes and cards are books, so that a scenario runs anywhere. The answer is one JSON object, with
+/// --json or without: a step for each op, with the ledger, the free memory and what was unloaded.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+A scenario, all sizes in MiB:
+  {\"name\": \"two models\",
+   \"config\": {\"vram_state\": \"normal\", \"reserve_vram_mib\": 400},
+   \"cards\": [{\"id\": \"gpu0\", \"total_mib\": 8192}],
+   \"models\": [{\"id\": \"A\", \"card\": \"gpu0\", \"size_mib\": 4096},
+              {\"id\": \"B\", \"card\": \"gpu0\", \"size_mib\": 12288, \"dynamic\": true}],
+   \"ops\": [{\"op\": \"load\", \"models\": [\"A\"]},
+           {\"op\": \"load\", \"models\": [\"B\"], \"memory_required_mib\": 1024},
+           {\"op\": \"unload_all\"}]}
+
+Ops: load, free, unload_all, unload_model_and_clones, touch, activations, other, soft_empty_cache, set_reserve,
+drop. `dynamic` is a paged model. `expected`, for --check, is the list of steps that an answer has.")]
 pub(crate) struct ReplayArgs {
-    /// The scenario, a JSON file.
+    /// The scenario, a JSON file
     scenario: PathBuf,
-    /// Compare with the file's `expected` and fail (exit code 1) at the first step that differs.
+    /// Compare with the file's `expected` and fail (exit code 1) at the first step that differs
     #[arg(long)]
     check: bool,
 }
@@ -66,19 +83,21 @@ pub(crate) enum ReplayError {
 }
 
 /// Plays the scenario and prints the answer as one line of JSON on stdout.
-pub(crate) fn run(args: &ReplayArgs) -> Result<(), ReplayError> {
+pub(crate) fn run(args: &ReplayArgs) -> Outcome {
     let path = &args.scenario;
     let malformed = |why: String| ReplayError::Malformed { path: path.clone(), why };
     let text = fs::read_to_string(path).map_err(|error| malformed(format!("cannot be read: {error}")))?;
     let scenario: Scenario = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
     let expected = scenario.expected.clone();
     let answer = play(scenario, path)?;
-    let line = serde_json::to_string(&answer).map_err(|error| malformed(error.to_string()))?;
-    // A reader that went away is no failure of the replay.
-    drop(std::io::Write::write_all(&mut std::io::stdout().lock(), format!("{line}\n").as_bytes()));
+    match output::print_json(&answer) {
+        // A reader that went away is no failure of the replay.
+        Ok(()) | Err(Failure::ClosedPipe) => {}
+        Err(failure) => return Err(failure),
+    }
     if args.check {
         let Some(expected) = expected else {
-            return Err(malformed("it has no `expected` to check against".to_owned()));
+            return Err(malformed("it has no `expected` to check against".to_owned()).into());
         };
         check(&answer.steps, &expected, path)?;
     }

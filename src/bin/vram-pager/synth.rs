@@ -1,9 +1,11 @@
 //! `vram-pager synth`: a checkpoint with a real model's tensor list and made-up bytes.
 
 use std::collections::HashSet;
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -37,9 +39,10 @@ const CHUNK_BYTES: usize = 1 << 20;
     vram-pager synth --like llama3-8b --out llama.safetensors        (16 GB)\n  \
     vram-pager synth --layout my-model.json --seed 7 --out my-model.safetensors\n\n\
     A layout file is a JSON list: [{\"name\":\"a.weight\",\"dtype\":\"BF16\",\"shape\":[1024,1024]}, ...]")]
+#[command(group = clap::ArgGroup::new("tensors").required(true).args(["like", "layout"]))]
 pub(crate) struct Args {
     /// The model to take the tensor list of
-    #[arg(long, value_name = "MODEL", required_unless_present = "layout", conflicts_with = "layout")]
+    #[arg(long, value_name = "MODEL")]
     like: Option<Model>,
 
     /// A JSON file with a tensor list: name, dtype and shape of each
@@ -117,6 +120,7 @@ fn write(args: &Args) -> Result<Report, Failure> {
 
     let mut file = Unfinished::create(&args.out)?;
     let bytes = header.len() as u64 + total_bytes;
+    refuse_full_disk(&args.out, bytes)?;
     let bar = progress(bytes);
     let written = write_all(&mut file, &header, &tensors, args.seed, &bar);
     bar.finish_and_clear();
@@ -262,6 +266,33 @@ fn refuse_existing(out: &Path, force: bool) -> Result<(), Failure> {
     Err(Failure::BadInput(format!("{shown} exists; give --force to replace it")))
 }
 
+/// Refuses what the file system has no room for before it is full of the first part, which would be gone again
+/// only when the rest does not fit, and others would meet a full disk meanwhile.
+fn refuse_full_disk(out: &Path, bytes: u64) -> Result<(), Failure> {
+    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match free_bytes(folder) {
+        Some(free) if free < bytes => Err(Failure::Failed(format!(
+            "cannot write {}: it needs {} ({bytes} bytes), and {} is free there",
+            out.display(),
+            format_size(bytes),
+            format_size(free)
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The bytes that the file system of `folder` has left for us; `None` if it does not say.
+#[expect(unsafe_code, reason = "a call of the system that fills plain numbers in")]
+fn free_bytes(folder: &Path) -> Option<u64> {
+    let folder = CString::new(folder.as_os_str().as_bytes()).ok()?;
+    let mut figures = MaybeUninit::<libc::statvfs>::zeroed();
+    // SAFETY: the path ends with a zero and the figures have room for what the call writes; both outlive it.
+    let answer = unsafe { libc::statvfs(folder.as_ptr(), figures.as_mut_ptr()) };
+    // SAFETY: they are numbers, and were zeroed.
+    let figures = unsafe { figures.assume_init() };
+    (answer == 0).then(|| figures.f_bavail.saturating_mul(figures.f_frsize))
+}
+
 fn progress(bytes: u64) -> ProgressBar {
     let template = "{bar:40} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -378,9 +409,11 @@ impl Unfinished {
             Err(error) => {
                 let text = format!("cannot write {}: {error}", out.display());
                 Err(match error.kind() {
-                    ErrorKind::NotFound | ErrorKind::NotADirectory | ErrorKind::InvalidFilename => {
-                        Failure::BadInput(text)
-                    }
+                    ErrorKind::NotFound
+                    | ErrorKind::NotADirectory
+                    | ErrorKind::InvalidFilename
+                    | ErrorKind::PermissionDenied
+                    | ErrorKind::ReadOnlyFilesystem => Failure::BadInput(text),
                     _ => Failure::Failed(text),
                 })
             }

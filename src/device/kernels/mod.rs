@@ -102,6 +102,11 @@ pub enum TwinArg<'a> {
 pub type HostTwin = fn(args: &mut [TwinArg<'_>]) -> Result<(), String>;
 
 /// Kernels that belong together: code for a card, and a host twin for each.
+///
+/// Added to a device with [`Kernels::add_kernels`](crate::device::Kernels::add_kernels), after which
+/// [`Kernels::kernel`](crate::device::Kernels::kernel) answers the id for a [`Launch`]. Each address among the
+/// arguments is a whole range, so that a device can check what the kernel will touch; a card's kernel gets only the
+/// address, so one that needs a length takes it as an argument of its own. An emulated card runs the twin.
 #[derive(Clone, Debug)]
 pub struct KernelModule {
     /// The module's name, for messages.

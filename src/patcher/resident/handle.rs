@@ -23,7 +23,8 @@ use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 /// [`crate::manager::Manager::load_models_gpu`].
 ///
 /// Clones share the weights and the loaded size, and differ in patches. A runner asks for a module by
-/// [`Self::module`]; one that is not on the card passes through a streaming buffer.
+/// [`Self::module`]; one that is not on the card passes through a streaming buffer. A module is what the pager calls
+/// a unit, and has the same [`UnitId`].
 pub struct ResidentPatcher {
     weights: Arc<Weights>,
     place: Place,

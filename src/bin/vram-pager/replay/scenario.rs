@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use vram_pager::manager::VramState;
 
 #[derive(Deserialize, Debug)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Scenario {
     pub(super) name: String,
     #[serde(default)]

@@ -65,7 +65,8 @@ pub(crate) struct Args {
 /// The card, and what decides what stays on it: the same for `plan` and `run`.
 #[derive(clap::Args, Clone)]
 pub(crate) struct CardOptions {
-    /// The device: emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none] or cuda:<n>[,cap=<size>][,link=<rate>]
+    /// The device: emulated:<size>[,page=<size>][,link=<rate>][,disk=<rate>][,bytes=none][,vmm=none]
+    /// or cuda:<n>[,cap=<size>][,page=<size>][,link=<rate>]
     #[arg(long, value_name = "DEVICE", default_value = "emulated:4GiB")]
     pub(crate) device: String,
 
@@ -186,11 +187,11 @@ pub(crate) fn run(args: &Args, json: bool) -> Outcome {
     let outputs = Outputs::open(&args.outputs, &index, &args.file)?;
     let (device, emulated) = open_device(&card.device)?;
     if card.compute_per_gib.is_some() && device.info().kind != DeviceKind::Emulated {
-        eprintln!(
+        output::note(format_args!(
             "note: {} has a clock of its own: --compute-per-gib is a hint to its plan, and the times below hold \
              no compute",
             device.info().name
-        );
+        ));
     }
     let report = if outputs.any() {
         let (report, recording) = recorded_passes(&args.file, &index, &device, emulated, &args.options)?;

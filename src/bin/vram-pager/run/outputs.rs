@@ -9,7 +9,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use vram_pager::telemetry::{Recording, write_report, write_trace};
-use vram_pager::weights::TensorIndex;
+use vram_pager::weights::{TensorIndex, WeightFile};
 
 use crate::interrupt::{self, Scratch};
 use crate::output::Failure;
@@ -38,12 +38,12 @@ impl Outputs {
     /// # Errors
     /// A file that cannot be written, that is one of the model's, or twice the same.
     pub(super) fn open(args: &OutputArgs, index: &TensorIndex, file: &Path) -> Result<Self, Failure> {
-        let mut taken: Vec<PathBuf> = index.files().iter().map(|file| file.path().to_owned()).collect();
-        taken.push(file.to_owned());
+        let model = index.files().iter().map(WeightFile::path).chain([file]);
+        let mut taken: Vec<_> = model.map(|path| (path.to_owned(), "it is the model's")).collect();
         let mut open = |path: &Option<PathBuf>| -> Result<_, Failure> {
             let Some(path) = path else { return Ok(None) };
             let opened = OutputFile::open(path, &taken)?;
-            taken.push(path.clone());
+            taken.push((path.clone(), "it is to be written twice, as --report and as --trace"));
             Ok(Some(opened))
         };
         Ok(Self { report: open(&args.report)?, trace: open(&args.trace)? })
@@ -75,11 +75,11 @@ struct OutputFile {
 }
 
 impl OutputFile {
-    fn open(out: &Path, taken: &[PathBuf]) -> Result<Self, Failure> {
+    fn open(out: &Path, taken: &[(PathBuf, &str)]) -> Result<Self, Failure> {
         let refuse =
             |why: &dyn std::fmt::Display| Failure::BadInput(format!("cannot write {}: {why}", out.display()));
-        if taken.iter().any(|other| is_same(other, out)) {
-            return Err(refuse(&"it is the model, or it is to be written twice"));
+        if let Some((_, why)) = taken.iter().find(|(other, _)| is_same(other, out)) {
+            return Err(refuse(why));
         }
         match fs::symlink_metadata(out) {
             Ok(there) if !there.is_file() => return Err(refuse(&"not a regular file")),

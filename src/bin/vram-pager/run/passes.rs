@@ -151,10 +151,10 @@ impl<'r> Run<'r> {
             return Err(Failure::BadInput("a device with bytes=none has nothing to verify".to_owned()));
         };
         if verifier.as_ref().is_some_and(|verifier| verifier.verified_by() == VerifiedBy::Host) {
-            eprintln!(
+            output::note(format_args!(
                 "note: {} runs no kernels: --verify reads the bytes back and compares them on the host",
                 pager.device().info().name
-            );
+            ));
         }
         let streams = (0..options.threads).map(|_| pager.stream()).collect::<Result<Vec<_>, _>>()?;
         let units = model.index().units().len() as u64;
@@ -325,10 +325,10 @@ impl<'r> Run<'r> {
             let said = self.mismatched.fetch_add(1, Ordering::Relaxed);
             if said < 10 {
                 self.bar.suspend(|| {
-                    eprintln!(
+                    output::note(format_args!(
                         "MISMATCH: tensor {} from row {first_row}: {found:#018x} on the card, {expected:#018x} in the file",
                         output::printable(&tensor)
-                    );
+                    ));
                 });
             }
         }
@@ -343,7 +343,7 @@ impl<'r> Run<'r> {
             format_size(place.bytes.end - place.bytes.start),
             self.device.info().name
         );
-        self.bar.suspend(|| eprintln!("{text}"));
+        self.bar.suspend(|| output::note(&text));
     }
 }
 

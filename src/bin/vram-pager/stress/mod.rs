@@ -352,18 +352,22 @@ fn watch(counts: &Counts, done: &AtomicBool, deadline: Option<Instant>, repeat: 
             (last, moved) = (done, now);
         }
         if now - moved > HANGS {
-            eprintln!("error: nothing has moved for {} s\nrepeat it with: {}", HANGS.as_secs(), repeat());
+            output::note(format_args!(
+                "error: nothing has moved for {} s\nrepeat it with: {}",
+                HANGS.as_secs(),
+                repeat()
+            ));
             interrupt::leave(1);
         }
         if now - said >= Duration::from_secs(1) {
             said = now;
-            eprintln!(
+            output::note(format_args!(
                 "round {}: {operations} operations, {} checked, {} mismatches, {} leaks",
                 read(&counts.rounds) + 1,
                 read(&counts.checked),
                 read(&counts.mismatches),
                 read(&counts.leaks)
-            );
+            ));
         }
     }
 }

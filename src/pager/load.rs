@@ -311,6 +311,9 @@ fn start_read(core: &Arc<Core>, control: &mut Control, place: usize, buffer: Sta
 
 /// Enqueues the copies of the oldest loads, as far as they were read.
 fn drain(core: &Arc<Core>, control: &mut Control) {
+    // Whichever thread comes by enqueues the copies, and gives buffers back; on a modelled clock that costs nobody's
+    // time, and copies happen when the bytes are there and wanted.
+    let own_time = core.device.now();
     while let Some((load, result)) = control.loads.pop_read() {
         let (id, pages) = (load.model, load.first..load.first + load.count);
         let Some(model) = control.model_mut(id) else { continue };
@@ -323,9 +326,6 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             }
             continue;
         }
-        // Whichever thread comes by enqueues the copies; on a modelled clock they happen when the bytes are there
-        // and wanted.
-        let own_time = core.device.now();
         let copied = result.and_then(|(mut buffer, _)| {
             for (run, wanted_at) in load.wants.runs(pages.clone()) {
                 core.device.set_now(load.available.max(wanted_at));
@@ -340,7 +340,6 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             keep::settle(core, control, id, pages.clone(), buffer, unclaimed);
             Ok(())
         });
-        core.device.set_now(own_time);
         if let Err(error) = copied {
             fail_pages(control, id, pages.clone(), load.id, &error);
             if load.ahead
@@ -356,6 +355,7 @@ fn drain(core: &Arc<Core>, control: &mut Control) {
             core.changed.notify_all();
         }
     }
+    core.device.set_now(own_time);
 }
 
 /// Whether a fault that sleeps has something to do. A fault of many loads is not woken for each of them: the

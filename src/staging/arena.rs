@@ -22,7 +22,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::blocks::{Block, Run, State};
 use super::buffer::StagingBuffer;
-use crate::device::{DeviceError, Fence, HostBlock, SharedDevice};
+use crate::device::{DeviceError, DeviceKind, Fence, HostBlock, SharedDevice};
 use crate::units::{MIB, format_size};
 
 /// Why no staging memory can be had.
@@ -312,12 +312,26 @@ impl Arena {
         self.shared.state.lock().block(run.block).is_some_and(Block::is_page_locked)
     }
 
-    /// Waits while the block of `run` is being page-locked.
+    /// Waits while the block of `run` is being page-locked. On a modelled clock, where that takes no time worth
+    /// mentioning and none of the caller's, it also waits for the turn of one that is to be: what a copy costs must
+    /// not depend on how fast the page-locking thread is.
     pub(super) fn wait_until_locked(&self, run: Run) {
         let mut state = self.shared.state.lock();
-        while state.block(run.block).is_some_and(|block| block.memory.is_none()) {
+        let modelled = self.shared.device.info().kind == DeviceKind::Emulated && self.locker.lock().is_some();
+        while state
+            .block(run.block)
+            .is_some_and(|block| block.memory.is_none() || modelled && state.is_to_be_locked(block))
+        {
             self.shared.changed.wait(&mut state);
         }
+    }
+
+    /// Asks the device on nobody's time: what is asked for depends on how fast other threads were.
+    pub(super) fn on_nobodys_time<T>(&self, ask: impl FnOnce() -> T) -> T {
+        let own_time = self.shared.device.now();
+        let answer = ask();
+        self.shared.device.set_now(own_time);
+        answer
     }
 
     /// Tells the device that the host writes to this memory from here on.
@@ -337,7 +351,7 @@ impl Arena {
 
     pub(super) fn give_back(&self, run: Run, mut copies: Vec<Fence>) {
         let mut state = self.shared.state.lock();
-        state.give_back(run, &mut copies);
+        self.on_nobodys_time(|| state.give_back(run, &mut copies));
         state.spare.push(copies);
         drop(state);
         self.shared.changed.notify_all();

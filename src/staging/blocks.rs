@@ -66,6 +66,11 @@ impl Block {
 }
 
 impl State {
+    /// Whether a block waits for the page-locking thread.
+    pub(super) fn is_to_be_locked(&self, block: &Block) -> bool {
+        !self.lock_refused && !self.stop && !block.is_page_locked()
+    }
+
     /// Takes the memory of a block that is to be page-locked next, with the block's place.
     pub(super) fn take_unlocked(&mut self) -> Option<(usize, HostBlock)> {
         if self.lock_refused {

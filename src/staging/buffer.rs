@@ -102,7 +102,8 @@ impl StagingBuffer {
     /// Notes that a copy reads the buffer until `fence`: it is not handed out again before.
     pub(crate) fn read_until(&mut self, fence: Fence) {
         if self.copies.len() >= 2 {
-            self.copies.retain(|copy| !copy.is_done().unwrap_or(false));
+            let Self { arena, copies, .. } = self;
+            arena.on_nobodys_time(|| copies.retain(|copy| !copy.is_done().unwrap_or(false)));
         }
         self.copies.push(fence);
     }

@@ -17,7 +17,7 @@ use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, s
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
-use vram_pager::pager::{ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier};
+use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, Verifier};
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{KIB, MIB};
 
@@ -197,6 +197,71 @@ fn on_a_captured_stream_only_what_is_ready_is_faulted_and_nothing_is_recorded() 
     assert!(!device.info().virtual_memory);
     capture(standin, &device);
     drop(device);
+    standin.set_abilities(true, true);
+    assert_eq!(standin.leftovers(), 0);
+}
+
+/// A model is dropped while a stream that used it is being captured; a streamed guard of it was released before the
+/// capture began, or within it.
+fn drop_in_capture(standin: &'static Standin, device: &SharedDevice, within: bool) {
+    let file = ModelFile::new(&[(1000, 1024); 12], 35);
+    let runner = Runner::new(standin);
+    let misuses = standin.misuses();
+    {
+        let pager = pager(device, options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        // SAFETY: destroyed after the registration is gone.
+        let stream = unsafe { pager.register_raw(runner.stream) }.unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        for _ in 0..2 {
+            checked_pass(&model, &stream, &verifier).unwrap();
+        }
+        drop(verifier);
+        let streamed = (0..12).map(unit_id).find(|&unit| !model.is_resident(unit)).unwrap();
+        let guard = model.fault(streamed, &stream).unwrap();
+        if within {
+            standin.set_capturing(runner.stream, true);
+            drop(guard);
+        } else {
+            drop(guard);
+            standin.set_capturing(runner.stream, true);
+        }
+        drop(model);
+        let held = |pager: &Pager| pager.figures().resident_bytes + pager.figures().ring_bytes;
+        pager.set_headroom(64 * MIB).unwrap();
+        assert!(held(&pager) > 0, "what the stream used stays");
+        pager.set_headroom(0).unwrap();
+        assert_eq!(standin.misuses(), misuses, "{:?}", standin.take_told());
+        standin.set_capturing(runner.stream, false);
+
+        pager.refresh().unwrap();
+        pager.set_headroom(64 * MIB).unwrap();
+        assert_eq!(held(&pager), 0, "nothing stays after the capture");
+        pager.set_headroom(0).unwrap();
+        // Nothing counts as under way any more: the next model is measured, which needs one fault after the other.
+        let next = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let verifier = Verifier::new(&next).unwrap();
+        for _ in 0..3 {
+            checked_pass(&next, &stream, &verifier).unwrap();
+        }
+        let measures = device.info().virtual_memory;
+        assert_eq!(next.figures().measured_compute.is_some(), measures, "{:?}", next.figures());
+    }
+    assert_nothing_left(device);
+    assert_eq!(standin.misuses(), misuses, "{:?}", standin.take_told());
+}
+
+#[test]
+fn a_model_that_is_dropped_while_a_stream_is_captured_is_closed_when_that_is_over() {
+    let (_alone, standin) = alone();
+    for vmm in [true, false] {
+        standin.set_abilities(vmm, true);
+        for within in [false, true] {
+            let device = device::open("cuda:0,cap=16MiB").unwrap();
+            assert_eq!(device.info().virtual_memory, vmm);
+            drop_in_capture(standin, &device, within);
+        }
+    }
     standin.set_abilities(true, true);
     assert_eq!(standin.leftovers(), 0);
 }

@@ -234,15 +234,17 @@ pub(super) fn evict_outside(control: &mut Control, id: u32) -> Result<(), PagerE
     Ok(())
 }
 
-/// Takes frames out of the ring until it has `keep` slots; frames that guards hold stay in.
+/// Takes frames out of the ring until it has `keep` slots; frames that guards hold stay in, and move to the places
+/// of those that leave.
 pub(super) fn shrink_ring(control: &mut Control, keep: u32) -> Result<(), PagerError> {
-    while control.frames.ring.len() > keep as usize {
-        let slot = control.frames.ring.len() - 1;
+    let mut slot = control.frames.ring.len();
+    while slot > 0 && control.frames.ring.len() > keep as usize {
+        slot -= 1;
         let frame = control.frames.ring[slot];
         if frame != NONE && !empty_ring_frame(control, frame)? {
-            return Ok(());
+            continue;
         }
-        control.frames.ring.pop();
+        control.frames.ring.swap_remove(slot);
         if frame != NONE {
             control.frames.make_idle(frame);
         }

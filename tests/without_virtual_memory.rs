@@ -114,6 +114,32 @@ fn in_steady_state_a_pass_takes_and_frees_no_memory() {
     assert_nothing_left(&device);
 }
 
+/// The pool's free memory lies in pieces, and it may grow no more. When every block was given up for a unit, the whole
+/// card is there for it.
+#[test]
+fn a_unit_that_fits_the_card_is_had_although_blocks_lie_in_pieces() {
+    let sides = [324, 1272, 935, 345, 40, 587, 1016, 101, 254];
+    let file = ModelFile::new(&sides.map(|side| (side, side)), 9);
+    let device = plain_card(5760 * KIB);
+    {
+        let pager = pager(&device, PagerOptions { headroom_bytes: Some(180 * KIB), ..small_options() });
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        for _ in 0..3 {
+            for unit in (0..sides.len() as u64).map(unit_id) {
+                for piece in 0..model.pieces(unit).unwrap() {
+                    model.fault_piece(unit, piece, &stream).unwrap().release();
+                }
+            }
+            let figures = pager.figures();
+            assert!(figures.resident_bytes + figures.ring_bytes <= figures.budget_bytes, "{figures:?}");
+            assert!(device.memory().unwrap().free >= 180 * KIB);
+        }
+        checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+    }
+    assert_nothing_left(&device);
+}
+
 #[test]
 fn pieces_are_whole_each_and_a_unit_of_several_is_taken_by_piece() {
     let file = ModelFile::new(&[(600, 512), (64, 96), (512, 512)], 4);

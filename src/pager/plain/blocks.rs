@@ -221,6 +221,7 @@ fn allocate(
         TakeFrom::Lower => control.model(id).map(|model| model.priority),
         TakeFrom::Nobody | TakeFrom::Anyone => None,
     };
+    let mut looked = false;
     loop {
         let Some(plain) = &mut control.plain else { return Ok(None) };
         if plain.held.saturating_add(bytes) <= plain.budget {
@@ -252,8 +253,15 @@ fn allocate(
                 Err(error) => return Err(error.into()),
             }
         }
-        if from == TakeFrom::Nobody || give_up_one(control, id, below)? == 0 {
+        if from == TakeFrom::Nobody {
             return Ok(None);
+        }
+        if give_up_one(control, id, below)? == 0 {
+            if from != TakeFrom::Anyone || std::mem::replace(&mut looked, true) {
+                return Ok(None);
+            }
+            // All that may be given up was. If the budget was lowered for what lay in pieces, these are one now.
+            refresh_budget(core, control, true)?;
         }
     }
 }

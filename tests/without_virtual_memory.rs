@@ -140,6 +140,31 @@ fn a_unit_that_fits_the_card_is_had_although_blocks_lie_in_pieces() {
     assert_nothing_left(&device);
 }
 
+/// What activations took lately is left to them where there is a choice, and refuses nothing once it is free.
+#[test]
+fn a_spike_of_activations_that_is_over_refuses_no_unit() {
+    let file = ModelFile::new(&[(500, 500); 12], 10);
+    let device = plain_card(4 * MIB);
+    {
+        let pager = pager(&device, small_options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        let pass = || (0..12).for_each(|unit| model.fault(unit_id(unit), &stream).unwrap().release());
+        pass();
+        for _ in 0..2 {
+            drop(pager.allocate(&stream, 4 * MIB - 64 * KIB).unwrap());
+            pass();
+        }
+        // Nor does it refuse a second guard beside a first.
+        drop(pager.allocate(&stream, 3 * MIB + 512 * KIB).unwrap());
+        let first = model.fault(unit_id(0), &stream).unwrap();
+        model.fault(unit_id(1), &stream).unwrap().release();
+        first.release();
+        checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+    }
+    assert_nothing_left(&device);
+}
+
 #[test]
 fn pieces_are_whole_each_and_a_unit_of_several_is_taken_by_piece() {
     let file = ModelFile::new(&[(600, 512), (64, 96), (512, 512)], 4);

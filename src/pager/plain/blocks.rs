@@ -58,6 +58,15 @@ pub(in crate::pager) fn refresh_budget(
     Ok(())
 }
 
+/// Looks at the device's memory for what would be refused otherwise: what activations took and gave back is no reason
+/// to refuse anything.
+fn look_without_memory(core: &Core, control: &mut Control) -> Result<(), PagerError> {
+    if let Some(plain) = &mut control.plain {
+        plain.activations = [0; 2];
+    }
+    refresh_budget(core, control, true)
+}
+
 /// A pass ended: what its activations took counts for the next one too.
 pub(in crate::pager) fn pass_ended(control: &mut Control) {
     if let Some(plain) = &mut control.plain {
@@ -158,7 +167,7 @@ pub(super) fn obtain(core: &Core, control: &mut Control, id: u32, span: u32) -> 
     let fits = |control: &Control| control.plain.as_ref().is_some_and(|plain| need <= plain.budget);
     if !fits(control) {
         // Refused before anything is given up for it: a try would empty the card and fail all the same.
-        refresh_budget(core, control, true)?;
+        look_without_memory(core, control)?;
         if !fits(control) {
             return Err(refusal(core, control, id, span, need));
         }
@@ -261,7 +270,7 @@ fn allocate(
                 return Ok(None);
             }
             // All that may be given up was. If the budget was lowered for what lay in pieces, these are one now.
-            refresh_budget(core, control, true)?;
+            look_without_memory(core, control)?;
         }
     }
 }

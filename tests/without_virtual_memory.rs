@@ -166,6 +166,32 @@ fn a_spike_of_activations_that_is_over_refuses_no_unit() {
 }
 
 #[test]
+fn a_headroom_beyond_any_card_leaves_nothing_and_is_taken_back() {
+    let file = ModelFile::new(&[(100, 100); 4], 11);
+    for device in [plain_card(MIB), common::small_card(MIB)] {
+        {
+            let pager = pager(&device, small_options());
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            let stream = pager.stream().unwrap();
+            model.fault(unit_id(0), &stream).unwrap().release();
+            for headroom in [u64::MAX, MIB] {
+                let activation = pager.allocate(&stream, 64 * KIB).unwrap();
+                pager.set_headroom(headroom).unwrap();
+                assert_eq!(pager.figures().budget_bytes, 0);
+                let error = model.fault(unit_id(1), &stream).unwrap_err();
+                assert!(matches!(error, PagerError::NeverFits { limit: 0, .. }), "{error}");
+                pager.set_headroom(0).unwrap();
+                drop(activation);
+                checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+            }
+            let error = pager.allocate(&stream, u64::MAX).unwrap_err();
+            assert!(matches!(error, PagerError::Device(_)), "{error}");
+        }
+        assert_nothing_left(&device);
+    }
+}
+
+#[test]
 fn pieces_are_whole_each_and_a_unit_of_several_is_taken_by_piece() {
     let file = ModelFile::new(&[(600, 512), (64, 96), (512, 512)], 4);
     let device = plain_card(MIB);

@@ -40,7 +40,7 @@ pub(in crate::pager) fn refresh_budget(
     let Some(plain) = &mut control.plain else { return Ok(()) };
     plain.activations[0] = plain.activations[0].max(pool.used.saturating_sub(plain.held));
     let activations = plain.activations[0].max(plain.activations[1]);
-    plain.budget = (figures.free + pool.reserved).saturating_sub(activations + headroom);
+    plain.budget = (figures.free + pool.reserved).saturating_sub(activations.saturating_add(headroom));
     let over = plain.held.saturating_sub(plain.budget);
     control.budget = u32::try_from(plain.budget / core.page_bytes).unwrap_or(u32::MAX - 1);
     if over > 0 {

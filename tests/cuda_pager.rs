@@ -15,7 +15,7 @@ use std::time::Duration;
 use common::standin::{Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
-use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
+use vram_pager::device::{self, CallCounts, DeviceError, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, Verifier};
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
@@ -263,6 +263,36 @@ fn a_model_that_is_dropped_while_a_stream_is_captured_is_closed_when_that_is_ove
         }
     }
     standin.set_abilities(true, true);
+    assert_eq!(standin.leftovers(), 0);
+}
+
+/// The release of a streamed guard asks the driver whether its stream is captured. It has nobody to tell of an error
+/// that a drop left behind, and so must not be told of it.
+#[test]
+fn an_error_of_a_drop_is_not_lost_in_the_release_of_a_guard() {
+    let (_alone, standin) = alone();
+    let file = ModelFile::new(&[(1000, 1024); 12], 37);
+    let device = device::open("cuda:0,cap=16MiB").unwrap();
+    {
+        let pager = pager(&device, options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        for _ in 0..2 {
+            for unit in (0..12).map(unit_id) {
+                model.fault(unit, &stream).unwrap().release();
+            }
+            stream.synchronize().unwrap();
+        }
+        let streamed = (0..12).map(unit_id).find(|&unit| !model.is_resident(unit)).unwrap();
+        let guard = model.fault(streamed, &stream).unwrap();
+        device.defer(DeviceError::Misuse { call: "a drop", why: "kept for the next call".to_owned() });
+        guard.release();
+        let told = device.memory().unwrap_err();
+        assert!(told.to_string().contains("kept for the next call"), "{told}");
+        device.memory().unwrap();
+    }
+    assert_nothing_left(&device);
+    drop(device);
     assert_eq!(standin.leftovers(), 0);
 }
 

@@ -266,6 +266,50 @@ fn a_model_that_is_dropped_while_a_stream_is_captured_is_closed_when_that_is_ove
     assert_eq!(standin.leftovers(), 0);
 }
 
+/// A graph frees only what a graph allocated: rows and activations that are let go of within a capture are freed after
+/// it, whoever comes by first.
+#[test]
+fn memory_that_is_let_go_of_within_a_capture_is_freed_when_that_is_over() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    let file = ModelFile::new(&[(1000, 1024); 3], 36);
+    for (pools, look) in [(true, true), (true, false), (false, true), (false, false)] {
+        standin.set_abilities(true, pools);
+        let device = device::open("cuda:0,cap=32MiB").unwrap();
+        let runner = Runner::new(standin);
+        {
+            let pager = pager(&device, options());
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            // SAFETY: destroyed after the registration is gone.
+            let stream = unsafe { pager.register_raw(runner.stream) }.unwrap();
+            let tensor = model.index().unit_info(unit_id(0)).tensors[0];
+            let rows = model.fault_rows(tensor, &[1, 0, 1], &stream).unwrap();
+            let activation = pager.allocate(&stream, MIB).unwrap();
+            standin.set_capturing(runner.stream, true);
+            drop((rows, activation));
+            pager.refresh().unwrap();
+            assert!(device.live().pool_used_bytes >= MIB, "nothing is freed on a stream that is captured");
+            standin.set_capturing(runner.stream, false);
+            if look {
+                pager.refresh().unwrap();
+            } else {
+                drop(pager.allocate(&stream, 1).unwrap());
+            }
+            assert_eq!(device.live().pool_used_bytes, 0);
+            // Or with the stream itself.
+            let activation = pager.allocate(&stream, MIB).unwrap();
+            standin.set_capturing(runner.stream, true);
+            drop((activation, stream));
+            standin.set_capturing(runner.stream, false);
+            device.memory().expect("no error was left behind");
+        }
+        assert_nothing_left(&device);
+        drop((device, runner));
+        assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0), "{:?}", standin.take_told());
+    }
+    standin.set_abilities(true, true);
+}
+
 /// The release of a streamed guard asks the driver whether its stream is captured. It has nobody to tell of an error
 /// that a drop left behind, and so must not be told of it.
 #[test]

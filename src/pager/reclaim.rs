@@ -39,6 +39,7 @@ pub(super) enum TakeFrom {
 /// the budget, and what the activation pool has not used for a while. Answers whether it looked.
 pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<bool, PagerError> {
     // What a capture kept may be free by now.
+    control.streams.free_late();
     fault::settle_captured(core, control);
     if control.plain.is_some() {
         return plain::refresh_budget(core, control, force).map(|()| false);

@@ -7,12 +7,11 @@
 
 mod common;
 
-use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::standin::{Standin, standin};
+use common::standin::{Runner, Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, CallCounts, DeviceError, SharedDevice, Stream, StreamPriority};
@@ -33,45 +32,6 @@ fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
 /// Large pages need few of them: the stand-in's are 2 MiB.
 fn options() -> PagerOptions {
     PagerOptions { chunk_bytes: 2 * MIB, ..small_options() }
-}
-
-/// A program beside us on card 0: the primary context, bound to this thread, and a stream.
-struct Runner {
-    standin: &'static Standin,
-    stream: *mut c_void,
-}
-
-impl Runner {
-    fn new(standin: &'static Standin) -> Self {
-        type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
-        type Push = unsafe extern "C" fn(*mut c_void) -> c_int;
-        type Create = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
-        let (mut context, mut stream) = (null_mut(), null_mut());
-        // SAFETY: the driver's signatures; what is retained and created is given back in the drop.
-        unsafe {
-            let retain: Retain = std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRetain"));
-            let push: Push = std::mem::transmute(standin.symbol("cuCtxPushCurrent_v2"));
-            let create: Create = std::mem::transmute(standin.symbol("cuStreamCreate"));
-            assert_eq!((retain(&raw mut context, 0), push(context), create(&raw mut stream, 0)), (0, 0, 0));
-        }
-        Self { standin, stream }
-    }
-}
-
-impl Drop for Runner {
-    fn drop(&mut self) {
-        type Destroy = unsafe extern "C" fn(*mut c_void) -> c_int;
-        type Pop = unsafe extern "C" fn(*mut *mut c_void) -> c_int;
-        type Release = unsafe extern "C" fn(c_int) -> c_int;
-        let mut context = null_mut();
-        // SAFETY: the driver's signatures; the stream is still ours.
-        unsafe {
-            let destroy: Destroy = std::mem::transmute(self.standin.symbol("cuStreamDestroy_v2"));
-            let pop: Pop = std::mem::transmute(self.standin.symbol("cuCtxPopCurrent_v2"));
-            let release: Release = std::mem::transmute(self.standin.symbol("cuDevicePrimaryCtxRelease_v2"));
-            assert_eq!((destroy(self.stream), pop(&raw mut context), release(0)), (0, 0, 0));
-        }
-    }
 }
 
 #[test]

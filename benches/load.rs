@@ -291,7 +291,7 @@ fn row(setting: &Setting, cold: bool, again: bool, repeats: usize) -> Outcome<Lo
 enum Way {
     Bare(Box<Bare>),
     Pager { pager: Arc<Pager>, index: Arc<TensorIndex>, model: Option<Arc<PagedModel>> },
-    Plain { target: Target, stream: Stream, file: File },
+    Plain { target: Box<Target>, stream: Stream, file: File },
 }
 
 impl Way {
@@ -309,7 +309,7 @@ impl Way {
                 Self::Pager { pager: Pager::new(device, options)?, index, model: None }
             }
             _ => Self::Plain {
-                target: Target::new(device, setting.bytes, true)?,
+                target: Box::new(Target::new(device, setting.bytes, true)?),
                 stream: Stream::new(device, StreamPriority::Normal)?,
                 file: File::open(&setting.path)?,
             },

@@ -143,6 +143,24 @@ fn without_virtual_memory_calls_a_plan_holds_too() {
     }
 }
 
+/// The pool takes a few passes until the blocks that stay are where they stay.
+#[test]
+fn a_plan_without_virtual_memory_calls_is_of_passes_that_have_settled() {
+    for (step, most, card) in [(850, 1022, 2560), (1763, 2810, 4928)] {
+        let (_folder, file) = model((0..24_u64).map(|unit| 300 + unit * step % most), 64);
+        let card = format!("emulated:{card}KiB,page=64KiB,bytes=none,vmm=none");
+        let args = ["--device", &card, "--json", text(&file)];
+        let plan = object(&[&["plan"], &args[..]].concat());
+        let run = object(&[&["run", "--passes", "12"], &args[..]].concat());
+        let copied = |pass: usize| &run["passes"][pass]["h2d_bytes"];
+        assert!(copied(11) == copied(10) && copied(11) != copied(4), "it settles late: {run}");
+        assert_eq!(&plan["streamed_bytes"], copied(11), "{plan}\n{run}");
+        for key in ["resident_bytes", "ring_bytes"] {
+            assert_eq!(plan[key], run[key], "{key}: {plan}\n{run}");
+        }
+    }
+}
+
 #[test]
 fn the_smallest_card_runs_the_model_and_one_a_page_smaller_does_not() {
     const PAGE: u64 = 64 * KIB;

@@ -7,18 +7,17 @@
 
 mod common;
 
-use std::ffi::{c_int, c_void};
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::standin::{Standin, standin};
+use common::standin::{Runner, Standin, standin};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
 use parking_lot::{Mutex, MutexGuard};
-use vram_pager::device::{self, CallCounts, SharedDevice, Stream, StreamPriority};
+use vram_pager::device::{self, CallCounts, DeviceError, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{
-    ASSUMED_LINK, ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier,
+    ASSUMED_LINK, ModelOptions, PagedModel, Pager, PagerError, PagerOptions, PagerStream, Verifier,
 };
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{KIB, MIB, Rate};
@@ -35,45 +34,6 @@ fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
 /// Large pages need few of them: the stand-in's are 2 MiB.
 fn options() -> PagerOptions {
     PagerOptions { chunk_bytes: 2 * MIB, ..small_options() }
-}
-
-/// A program beside us on card 0: the primary context, bound to this thread, and a stream.
-struct Runner {
-    standin: &'static Standin,
-    stream: *mut c_void,
-}
-
-impl Runner {
-    fn new(standin: &'static Standin) -> Self {
-        type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
-        type Push = unsafe extern "C" fn(*mut c_void) -> c_int;
-        type Create = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
-        let (mut context, mut stream) = (null_mut(), null_mut());
-        // SAFETY: the driver's signatures; what is retained and created is given back in the drop.
-        unsafe {
-            let retain: Retain = std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRetain"));
-            let push: Push = std::mem::transmute(standin.symbol("cuCtxPushCurrent_v2"));
-            let create: Create = std::mem::transmute(standin.symbol("cuStreamCreate"));
-            assert_eq!((retain(&raw mut context, 0), push(context), create(&raw mut stream, 0)), (0, 0, 0));
-        }
-        Self { standin, stream }
-    }
-}
-
-impl Drop for Runner {
-    fn drop(&mut self) {
-        type Destroy = unsafe extern "C" fn(*mut c_void) -> c_int;
-        type Pop = unsafe extern "C" fn(*mut *mut c_void) -> c_int;
-        type Release = unsafe extern "C" fn(c_int) -> c_int;
-        let mut context = null_mut();
-        // SAFETY: the driver's signatures; the stream is still ours.
-        unsafe {
-            let destroy: Destroy = std::mem::transmute(self.standin.symbol("cuStreamDestroy_v2"));
-            let pop: Pop = std::mem::transmute(self.standin.symbol("cuCtxPopCurrent_v2"));
-            let release: Release = std::mem::transmute(self.standin.symbol("cuDevicePrimaryCtxRelease_v2"));
-            assert_eq!((destroy(self.stream), pop(&raw mut context), release(0)), (0, 0, 0));
-        }
-    }
 }
 
 #[test]
@@ -200,6 +160,145 @@ fn on_a_captured_stream_only_what_is_ready_is_faulted_and_nothing_is_recorded() 
     capture(standin, &device);
     drop(device);
     standin.set_abilities(true, true);
+    assert_eq!(standin.leftovers(), 0);
+}
+
+/// A model is dropped while a stream that used it is being captured; a streamed guard of it was released before the
+/// capture began, or within it.
+fn drop_in_capture(standin: &'static Standin, device: &SharedDevice, within: bool) {
+    let file = ModelFile::new(&[(1000, 1024); 12], 35);
+    let runner = Runner::new(standin);
+    let misuses = standin.misuses();
+    {
+        let pager = pager(device, options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        // SAFETY: destroyed after the registration is gone.
+        let stream = unsafe { pager.register_raw(runner.stream) }.unwrap();
+        let verifier = Verifier::new(&model).unwrap();
+        for _ in 0..2 {
+            checked_pass(&model, &stream, &verifier).unwrap();
+        }
+        drop(verifier);
+        let streamed = (0..12).map(unit_id).find(|&unit| !model.is_resident(unit)).unwrap();
+        let guard = model.fault(streamed, &stream).unwrap();
+        if within {
+            standin.set_capturing(runner.stream, true);
+            drop(guard);
+        } else {
+            drop(guard);
+            standin.set_capturing(runner.stream, true);
+        }
+        drop(model);
+        let held = |pager: &Pager| pager.figures().resident_bytes + pager.figures().ring_bytes;
+        pager.set_headroom(64 * MIB).unwrap();
+        assert!(held(&pager) > 0, "what the stream used stays");
+        pager.set_headroom(0).unwrap();
+        assert_eq!(standin.misuses(), misuses, "{:?}", standin.take_told());
+        standin.set_capturing(runner.stream, false);
+
+        pager.refresh().unwrap();
+        pager.set_headroom(64 * MIB).unwrap();
+        assert_eq!(held(&pager), 0, "nothing stays after the capture");
+        pager.set_headroom(0).unwrap();
+        // Nothing counts as under way any more: the next model is measured, which needs one fault after the other.
+        let next = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let verifier = Verifier::new(&next).unwrap();
+        for _ in 0..3 {
+            checked_pass(&next, &stream, &verifier).unwrap();
+        }
+        let measures = device.info().virtual_memory;
+        assert_eq!(next.figures().measured_compute.is_some(), measures, "{:?}", next.figures());
+    }
+    assert_nothing_left(device);
+    assert_eq!(standin.misuses(), misuses, "{:?}", standin.take_told());
+}
+
+#[test]
+fn a_model_that_is_dropped_while_a_stream_is_captured_is_closed_when_that_is_over() {
+    let (_alone, standin) = alone();
+    for vmm in [true, false] {
+        standin.set_abilities(vmm, true);
+        for within in [false, true] {
+            let device = device::open("cuda:0,cap=16MiB").unwrap();
+            assert_eq!(device.info().virtual_memory, vmm);
+            drop_in_capture(standin, &device, within);
+        }
+    }
+    standin.set_abilities(true, true);
+    assert_eq!(standin.leftovers(), 0);
+}
+
+/// A graph frees only what a graph allocated: rows and activations that are let go of within a capture are freed after
+/// it, whoever comes by first.
+#[test]
+fn memory_that_is_let_go_of_within_a_capture_is_freed_when_that_is_over() {
+    let (_alone, standin) = alone();
+    let misuses = standin.misuses();
+    let file = ModelFile::new(&[(1000, 1024); 3], 36);
+    for (pools, look) in [(true, true), (true, false), (false, true), (false, false)] {
+        standin.set_abilities(true, pools);
+        let device = device::open("cuda:0,cap=32MiB").unwrap();
+        let runner = Runner::new(standin);
+        {
+            let pager = pager(&device, options());
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            // SAFETY: destroyed after the registration is gone.
+            let stream = unsafe { pager.register_raw(runner.stream) }.unwrap();
+            let tensor = model.index().unit_info(unit_id(0)).tensors[0];
+            let rows = model.fault_rows(tensor, &[1, 0, 1], &stream).unwrap();
+            let activation = pager.allocate(&stream, MIB).unwrap();
+            standin.set_capturing(runner.stream, true);
+            drop((rows, activation));
+            pager.refresh().unwrap();
+            assert!(device.live().pool_used_bytes >= MIB, "nothing is freed on a stream that is captured");
+            standin.set_capturing(runner.stream, false);
+            if look {
+                pager.refresh().unwrap();
+            } else {
+                drop(pager.allocate(&stream, 1).unwrap());
+            }
+            assert_eq!(device.live().pool_used_bytes, 0);
+            // Or with the stream itself.
+            let activation = pager.allocate(&stream, MIB).unwrap();
+            standin.set_capturing(runner.stream, true);
+            drop((activation, stream));
+            standin.set_capturing(runner.stream, false);
+            device.memory().expect("no error was left behind");
+        }
+        assert_nothing_left(&device);
+        drop((device, runner));
+        assert_eq!((standin.misuses(), standin.leftovers()), (misuses, 0), "{:?}", standin.take_told());
+    }
+    standin.set_abilities(true, true);
+}
+
+/// The release of a streamed guard asks the driver whether its stream is captured. It has nobody to tell of an error
+/// that a drop left behind, and so must not be told of it.
+#[test]
+fn an_error_of_a_drop_is_not_lost_in_the_release_of_a_guard() {
+    let (_alone, standin) = alone();
+    let file = ModelFile::new(&[(1000, 1024); 12], 37);
+    let device = device::open("cuda:0,cap=16MiB").unwrap();
+    {
+        let pager = pager(&device, options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        for _ in 0..2 {
+            for unit in (0..12).map(unit_id) {
+                model.fault(unit, &stream).unwrap().release();
+            }
+            stream.synchronize().unwrap();
+        }
+        let streamed = (0..12).map(unit_id).find(|&unit| !model.is_resident(unit)).unwrap();
+        let guard = model.fault(streamed, &stream).unwrap();
+        device.defer(DeviceError::Misuse { call: "a drop", why: "kept for the next call".to_owned() });
+        guard.release();
+        let told = device.memory().unwrap_err();
+        assert!(told.to_string().contains("kept for the next call"), "{told}");
+        device.memory().unwrap();
+    }
+    assert_nothing_left(&device);
+    drop(device);
     assert_eq!(standin.leftovers(), 0);
 }
 

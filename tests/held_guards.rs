@@ -14,7 +14,7 @@ use common::{
     ModelFile, Numbers, Watchdog, assert_nothing_left, hooked_card, mixed_units, pager, small_card,
     small_options, unit_id,
 };
-use vram_pager::pager::{Guard, ModelOptions, OwnedGuard, PagerError, Verifier};
+use vram_pager::pager::{Guard, ModelOptions, OwnedGuard, PagerError, PagerOptions, RingSize, Verifier};
 use vram_pager::units::{KIB, MIB};
 
 #[test]
@@ -116,6 +116,42 @@ fn one_guard_may_be_held_through_whole_passes_of_the_others() {
                 drop(guard);
                 assert_eq!(last.finish().unwrap(), []);
             }
+        }
+        assert_nothing_left(&device);
+    }
+}
+
+/// Wherever in the ring the frame of a guard lies: the others follow the budget at once.
+#[test]
+fn a_ring_keeps_no_more_than_guards_hold_when_the_budget_is_gone() {
+    let file = ModelFile::new(&[(100, 300); 60], 3);
+    for unit in (0..60).map(unit_id) {
+        let device = small_card(2 * MIB);
+        {
+            let ring = RingSize::Pages(8);
+            let pager = pager(&device, PagerOptions { ring, ..small_options() });
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            let stream = pager.stream().unwrap();
+            let verifier = Verifier::new(&model).unwrap();
+            for _ in 0..2 {
+                common::checked_pass(&model, &stream, &verifier).unwrap();
+            }
+            let guard = model.fault(unit, &stream).unwrap();
+            let mut check = verifier.begin(&stream).unwrap();
+            check.tensors(&guard.tensors()).unwrap();
+            assert_eq!(pager.figures().ring_bytes, 8 * 64 * KIB);
+            pager.set_headroom(2 * MIB).unwrap();
+            let (figures, own) = (pager.figures(), model.layout().span(unit.0).pages);
+            let held = figures.resident_bytes + figures.ring_bytes + figures.idle_bytes;
+            assert_eq!(held, 64 * KIB * u64::from(own.end - own.start), "{unit:?}: {figures:?}");
+            drop(guard);
+            assert_eq!(check.finish().unwrap(), []);
+            // Bytes and ring come back.
+            pager.set_headroom(0).unwrap();
+            for _ in 0..2 {
+                common::checked_pass(&model, &stream, &verifier).unwrap();
+            }
+            assert_eq!(pager.figures().ring_bytes, 8 * 64 * KIB);
         }
         assert_nothing_left(&device);
     }

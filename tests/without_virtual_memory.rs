@@ -114,6 +114,83 @@ fn in_steady_state_a_pass_takes_and_frees_no_memory() {
     assert_nothing_left(&device);
 }
 
+/// The pool's free memory lies in pieces, and it may grow no more. When every block was given up for a unit, the whole
+/// card is there for it.
+#[test]
+fn a_unit_that_fits_the_card_is_had_although_blocks_lie_in_pieces() {
+    let sides = [324, 1272, 935, 345, 40, 587, 1016, 101, 254];
+    let file = ModelFile::new(&sides.map(|side| (side, side)), 9);
+    let device = plain_card(5760 * KIB);
+    {
+        let pager = pager(&device, PagerOptions { headroom_bytes: Some(180 * KIB), ..small_options() });
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        for _ in 0..3 {
+            for unit in (0..sides.len() as u64).map(unit_id) {
+                for piece in 0..model.pieces(unit).unwrap() {
+                    model.fault_piece(unit, piece, &stream).unwrap().release();
+                }
+            }
+            let figures = pager.figures();
+            assert!(figures.resident_bytes + figures.ring_bytes <= figures.budget_bytes, "{figures:?}");
+            assert!(device.memory().unwrap().free >= 180 * KIB);
+        }
+        checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+    }
+    assert_nothing_left(&device);
+}
+
+/// What activations took lately is left to them where there is a choice, and refuses nothing once it is free.
+#[test]
+fn a_spike_of_activations_that_is_over_refuses_no_unit() {
+    let file = ModelFile::new(&[(500, 500); 12], 10);
+    let device = plain_card(4 * MIB);
+    {
+        let pager = pager(&device, small_options());
+        let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+        let stream = pager.stream().unwrap();
+        let pass = || (0..12).for_each(|unit| model.fault(unit_id(unit), &stream).unwrap().release());
+        pass();
+        for _ in 0..2 {
+            drop(pager.allocate(&stream, 4 * MIB - 64 * KIB).unwrap());
+            pass();
+        }
+        // Nor does it refuse a second guard beside a first.
+        drop(pager.allocate(&stream, 3 * MIB + 512 * KIB).unwrap());
+        let first = model.fault(unit_id(0), &stream).unwrap();
+        model.fault(unit_id(1), &stream).unwrap().release();
+        first.release();
+        checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+    }
+    assert_nothing_left(&device);
+}
+
+#[test]
+fn a_headroom_beyond_any_card_leaves_nothing_and_is_taken_back() {
+    let file = ModelFile::new(&[(100, 100); 4], 11);
+    for device in [plain_card(MIB), common::small_card(MIB)] {
+        {
+            let pager = pager(&device, small_options());
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            let stream = pager.stream().unwrap();
+            model.fault(unit_id(0), &stream).unwrap().release();
+            for headroom in [u64::MAX, MIB] {
+                let activation = pager.allocate(&stream, 64 * KIB).unwrap();
+                pager.set_headroom(headroom).unwrap();
+                assert_eq!(pager.figures().budget_bytes, 0);
+                let error = model.fault(unit_id(1), &stream).unwrap_err();
+                assert!(matches!(error, PagerError::NeverFits { limit: 0, .. }), "{error}");
+                pager.set_headroom(0).unwrap();
+                drop(activation);
+                checked_pass(&model, &stream, &Verifier::new(&model).unwrap()).unwrap();
+            }
+            let error = pager.allocate(&stream, u64::MAX).unwrap_err();
+            assert!(matches!(error, PagerError::Device(_)), "{error}");
+        }
+        assert_nothing_left(&device);
+    }
+}
+
 #[test]
 fn pieces_are_whole_each_and_a_unit_of_several_is_taken_by_piece() {
     let file = ModelFile::new(&[(600, 512), (64, 96), (512, 512)], 4);

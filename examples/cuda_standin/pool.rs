@@ -11,7 +11,7 @@ use vram_pager::units::{DeviceAddress, DeviceRange};
 
 use crate::codes::{INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED};
 use crate::state::{Answer, Card, Fail, PoolBlock, PoolEntry, State, state, write};
-use crate::streams::{order, stream_of};
+use crate::streams::{order, refuse_capturing, stream_of};
 
 /// What an allocation is rounded up to in the account.
 const ROUNDING: u64 = 512;
@@ -162,6 +162,7 @@ driver_calls! {
         if address.is_null() {
             return Err(Fail::misuse(INVALID_VALUE, "nowhere to put the address"));
         }
+        refuse_capturing(&state, stream)?;
         let card = state.current()?;
         pool_of(card, pool)?;
         let allocated = allocate(card, bytes, pool as usize, stream)?;
@@ -183,6 +184,8 @@ driver_calls! {
     fn cuMemFreeAsync(address: u64, stream: *mut c_void) {
         let mut state = state();
         check_supported(&state)?;
+        // A graph frees only what a graph allocated.
+        refuse_capturing(&state, stream)?;
         let card = state.current()?;
         let stream = stream_of(card, stream)?;
         let Some(bytes) = card.pool_blocks.get(&address).map(|block| block.bytes) else {

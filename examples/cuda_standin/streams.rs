@@ -89,7 +89,7 @@ fn timed_event_of(card: &Card, handle: *mut c_void) -> Result<EventId, Fail> {
 
 /// There are no graphs here: a stream only passes for one that is being captured, so that a test can show
 /// that nothing is enqueued on it.
-fn refuse_capturing(state: &State, stream: *mut c_void) -> Answer {
+pub fn refuse_capturing(state: &State, stream: *mut c_void) -> Answer {
     if state.capturing.contains(&(stream as usize)) {
         return Err(Fail::misuse(CAPTURE_UNSUPPORTED, format!("{stream:p} is being captured")));
     }

@@ -56,6 +56,12 @@ pub enum DeviceError {
         /// What is wrong, naming both sides where two calls collide.
         why: String,
     },
+    /// What would become a part of the graph that a stream is being captured into.
+    #[error("{call}: the stream is being captured into a graph; call again when that is over")]
+    Capturing {
+        /// The call.
+        call: &'static str,
+    },
     /// The device failed earlier and answers nothing any more.
     #[error("{device} is lost; the first failure was: {first}")]
     Lost {

@@ -10,6 +10,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::fence::{Fence, FencePool};
 use super::{DeviceError, FrameId, Launch, SharedDevice, StreamId, StreamPriority};
 use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
@@ -18,6 +20,9 @@ use crate::units::{DeviceAddress, DeviceRange, ask_host, try_filled};
 pub struct Stream {
     device: SharedDevice,
     id: StreamId,
+    /// Allocations that were let go of while the stream was being captured: a free would become part of the graph,
+    /// which cannot have it.
+    late: Mutex<Vec<DeviceRange>>,
 }
 
 /// Waits until a wait was made, or the device is lost.
@@ -37,7 +42,7 @@ impl Stream {
     /// Creates a stream.
     pub fn new(device: &SharedDevice, priority: StreamPriority) -> Result<Self, DeviceError> {
         let id = device.create_stream(priority)?;
-        Ok(Self { device: Arc::clone(device), id })
+        Ok(Self { device: Arc::clone(device), id, late: Mutex::default() })
     }
 
     /// Registers a stream that somebody else created, by its driver's handle (a `CUstream` on a card, where
@@ -53,7 +58,7 @@ impl Stream {
     pub unsafe fn adopt(device: &SharedDevice, stream: *mut std::ffi::c_void) -> Result<Self, DeviceError> {
         // SAFETY: the caller's promise.
         let id = unsafe { device.adopt_stream(stream)? };
-        Ok(Self { device: Arc::clone(device), id })
+        Ok(Self { device: Arc::clone(device), id, late: Mutex::default() })
     }
 
     /// Ends the registration and answers a fence on the last point of the stream: whatever was used on it
@@ -66,6 +71,29 @@ impl Stream {
     pub fn is_capturing(&self) -> Result<bool, DeviceError> {
         // SAFETY: `id` is live as long as this handle.
         unsafe { self.device.is_capturing(self.id) }
+    }
+
+    /// Frees what was let go of while the stream was being captured, if that is over.
+    pub(crate) fn free_late(&self) {
+        if !self.late.lock().is_empty() && !self.is_capturing().unwrap_or(false) {
+            self.free_rest();
+        }
+    }
+
+    fn free_rest(&self) {
+        for range in std::mem::take(&mut *self.late.lock()) {
+            self.free(range);
+        }
+    }
+
+    fn free(&self, range: DeviceRange) {
+        // SAFETY: the allocation was its handle's alone, and that goes away or is gone; other streams' uses were
+        // ordered before this point by whoever made them. `id` is live as long as this handle.
+        match unsafe { self.device.pool_free(range, self.id) } {
+            Ok(()) => {}
+            Err(DeviceError::Capturing { .. }) => self.late.lock().push(range),
+            Err(error) => self.device.defer(error),
+        }
     }
 
     /// The device's number for it.
@@ -119,6 +147,11 @@ impl fmt::Debug for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        self.free_rest();
+        if !self.late.get_mut().is_empty() {
+            // Lost: nobody will know when the capture is over.
+            self.device.defer(DeviceError::Capturing { call: "pool_free" });
+        }
         // SAFETY: this handle is the only owner of `id` and goes away.
         if let Err(error) = unsafe { self.device.destroy_stream(self.id) } {
             self.device.defer(error);
@@ -495,9 +528,9 @@ pub(crate) fn host_page_bytes() -> u64 {
     u64::try_from(bytes).unwrap_or(4096)
 }
 
-/// An allocation of the activation pool; freed on drop, in the order of its stream.
+/// An allocation of the activation pool; freed on drop, in the order of its stream. While that is being captured
+/// into a graph nothing is freed on it: then it goes when the capture is over.
 pub struct PoolAllocation {
-    device: SharedDevice,
     range: DeviceRange,
     stream: Arc<Stream>,
 }
@@ -505,10 +538,10 @@ pub struct PoolAllocation {
 impl PoolAllocation {
     /// Takes `bytes` from the pool, usable by work on `stream` from here on.
     pub fn new(stream: &Arc<Stream>, bytes: u64) -> Result<Self, DeviceError> {
-        let device = Arc::clone(stream.device());
+        stream.free_late();
         // SAFETY: the stream is live as long as its handle.
-        let range = unsafe { device.pool_allocate(bytes, stream.id())? };
-        Ok(Self { device, range, stream: Arc::clone(stream) })
+        let range = unsafe { stream.device().pool_allocate(bytes, stream.id())? };
+        Ok(Self { range, stream: Arc::clone(stream) })
     }
 
     /// The allocation's addresses.
@@ -530,10 +563,6 @@ impl fmt::Debug for PoolAllocation {
 
 impl Drop for PoolAllocation {
     fn drop(&mut self) {
-        // SAFETY: the allocation is ours alone, and the handle keeps the stream alive; other streams' uses
-        // were ordered before this one by whoever made them.
-        if let Err(error) = unsafe { self.device.pool_free(self.range, self.stream.id()) } {
-            self.device.defer(error);
-        }
+        self.stream.free(self.range);
     }
 }

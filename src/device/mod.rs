@@ -451,6 +451,10 @@ pub trait ActivationPool {
 
     /// Gives an allocation back once `stream` has reached this point.
     ///
+    /// # Errors
+    /// [`DeviceError::Capturing`], and nothing was given back, where `stream` is being captured into a graph: a graph
+    /// frees only what a graph allocated. After any other error the allocation is gone all the same.
+    ///
     /// # Safety
     /// `range` is a live allocation of this pool, no other stream uses it, and it is not used after.
     unsafe fn pool_free(&self, range: DeviceRange, stream: StreamId) -> Result<(), DeviceError>;

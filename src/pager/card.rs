@@ -15,6 +15,7 @@ use super::choose::first_choice;
 use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
+use super::fault;
 use super::forecast::{ASSUMED_LINK, headroom_of, layout_options};
 use super::frames::Frames;
 use super::learner::OrderLearner;
@@ -129,6 +130,7 @@ impl Pager {
             sleepers: Vec::with_capacity(16),
             ring_grew: false,
             captured: Vec::new(),
+            closing: Vec::new(),
             plain: if info.virtual_memory { None } else { Some(Plain::new(device)?) },
             scratch: Vec::new(),
         };
@@ -325,6 +327,7 @@ impl Pager {
     /// Hands frames without a page back to the driver; answers the bytes.
     pub fn release_idle(&self) -> Result<u64, PagerError> {
         let mut control = self.core.control.lock();
+        fault::settle_captured(&self.core, &mut control);
         if control.plain.is_some() {
             return Ok(plain::release_idle(&self.core)?);
         }

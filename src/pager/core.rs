@@ -106,6 +106,8 @@ pub(super) struct Control {
     pub(super) ring_grew: bool,
     /// Releases of streamed spans on streams that are being captured: done when the capture is over.
     pub(super) captured: Vec<StreamedRelease>,
+    /// Models that are gone, but were used by a stream that is being captured: closed when the capture is over.
+    pub(super) closing: Vec<u32>,
     /// The blocks of a card without virtual memory calls, in the place of frames and ring.
     pub(super) plain: Option<Plain>,
     /// One for each copy stream, where what is cast on the card lands.
@@ -222,6 +224,14 @@ impl Core {
     pub(super) fn look_is_due(&self) -> bool {
         let looked_at = ModelTime(self.looked_at.0.load(Ordering::Relaxed));
         looked_at == ModelTime::ZERO || self.device.now().since(looked_at) >= reclaim::BUDGET_AGE
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if let Err(error) = reclaim::close_rest(self.control.get_mut()) {
+            self.device.defer(error);
+        }
     }
 }
 

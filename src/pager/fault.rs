@@ -271,12 +271,18 @@ pub(super) fn release_streamed(core: &Arc<Core>, id: u32, span: u32, stream: &Pa
         return;
     }
     finish_release(core, &mut control, &release);
+    if control.plain.is_none() && !std::mem::take(&mut control.refused) {
+        prefetch::advance(core, &mut control, id);
+    }
     drop(control);
     core.changed.notify_all();
 }
 
-/// Does the releases whose streams are no longer captured.
-fn settle_captured(core: &Arc<Core>, control: &mut Control) {
+/// Does the releases whose streams are no longer captured, and closes the models that waited for that.
+pub(super) fn settle_captured(core: &Core, control: &mut Control) {
+    if control.captured.is_empty() && control.closing.is_empty() {
+        return;
+    }
     for release in std::mem::take(&mut control.captured) {
         if release.stream.is_capturing().unwrap_or(false) {
             control.captured.push(release);
@@ -284,9 +290,10 @@ fn settle_captured(core: &Arc<Core>, control: &mut Control) {
             finish_release(core, control, &release);
         }
     }
+    reclaim::close_captured(core, control);
 }
 
-fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRelease) {
+fn finish_release(core: &Core, control: &mut Control, release: &StreamedRelease) {
     let StreamedRelease { model: id, span, ref stream, slot } = *release;
     let bit = 1_u64 << slot;
     let timed = costs::release_point(control, id, stream);
@@ -338,9 +345,6 @@ fn finish_release(core: &Arc<Core>, control: &mut Control, release: &StreamedRel
     }
     control.under_way -= 1;
     control.releases += 1;
-    if !std::mem::take(&mut control.refused) {
-        prefetch::advance(core, control, id);
-    }
 }
 
 /// Notes the fault in the model's order; at the end of a pass the plan may change.

@@ -16,6 +16,7 @@ use super::core::Core;
 use super::costs;
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
+use super::fault;
 use super::guard::{Guard, OwnedGuard, Pinned, Streamed};
 use super::patched::PatchedModel;
 use super::patches::PatchSet;
@@ -32,7 +33,8 @@ use crate::weights::{PageLayout, TensorId, TensorIndex, UnitId};
 /// A model whose weights are faulted to a card.
 ///
 /// All calls take `&self` and may be made from any number of threads. Dropping it waits for the work that
-/// uses its pages.
+/// uses its pages. A stream that is being captured cannot be waited for: what it used goes back when the capture
+/// is over.
 pub struct PagedModel {
     pub(super) pager: Arc<Pager>,
     pub(super) id: u32,
@@ -337,6 +339,7 @@ impl PagedModel {
     pub fn unload(&self, bytes: u64) -> Result<u64, PagerError> {
         let core = self.core();
         let mut control = core.control.lock();
+        fault::settle_captured(core, &mut control);
         if control.plain.is_some() {
             return plain::unload(core, &mut control, self.id, bytes);
         }

@@ -12,11 +12,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::claim::unmap;
-use super::core::{Control, Core};
+use super::core::{Control, Core, ModelState};
 use super::error::PagerError;
+use super::fault;
 use super::frames::{NONE, PageKey, Role};
 use super::mutations::Mutation;
 use super::plain;
+use super::plan::Plan;
 use crate::device::DeviceError;
 
 /// How old a look at the device's memory may be while faults go on.
@@ -36,6 +38,9 @@ pub(super) enum TakeFrom {
 /// Looks at the device's memory, if the last look is old or `force` says so, and gives back what is over
 /// the budget, and what the activation pool has not used for a while. Answers whether it looked.
 pub(super) fn refresh_budget(core: &Core, control: &mut Control, force: bool) -> Result<bool, PagerError> {
+    // What a capture kept may be free by now.
+    control.streams.free_late();
+    fault::settle_captured(core, control);
     if control.plain.is_some() {
         return plain::refresh_budget(core, control, force).map(|()| false);
     }
@@ -230,15 +235,17 @@ pub(super) fn evict_outside(control: &mut Control, id: u32) -> Result<(), PagerE
     Ok(())
 }
 
-/// Takes frames out of the ring until it has `keep` slots; frames that guards hold stay in.
+/// Takes frames out of the ring until it has `keep` slots; frames that guards hold stay in, and move to the places
+/// of those that leave.
 pub(super) fn shrink_ring(control: &mut Control, keep: u32) -> Result<(), PagerError> {
-    while control.frames.ring.len() > keep as usize {
-        let slot = control.frames.ring.len() - 1;
+    let mut slot = control.frames.ring.len();
+    while slot > 0 && control.frames.ring.len() > keep as usize {
+        slot -= 1;
         let frame = control.frames.ring[slot];
         if frame != NONE && !empty_ring_frame(control, frame)? {
-            return Ok(());
+            continue;
         }
-        control.frames.ring.pop();
+        control.frames.ring.swap_remove(slot);
         if frame != NONE {
             control.frames.make_idle(frame);
         }
@@ -301,9 +308,51 @@ pub(super) fn unload_pages(
 
 /// Waits for everything that uses a model's pages and gives all of its memory back to the card's idle
 /// frames. Nobody faults the model any more.
+///
+/// A stream that is being captured cannot be waited for: what it used stays until the capture is over.
 pub(super) fn close_model(control: &mut Control, id: u32) -> Result<(), DeviceError> {
-    control.captured.retain(|release| release.model != id);
     control.activations.forget(id);
+    if !is_captured(control, id) {
+        return close(control, id);
+    }
+    control.loads.cancel(id);
+    if let Some(model) = control.model_mut(id) {
+        // It is worth nothing, and needs no ring.
+        (model.priority, model.promoted, model.plan) = (0, false, Plan::default());
+    }
+    control.closing.push(id);
+    Ok(())
+}
+
+/// Closes the models that waited for captures which are over.
+pub(super) fn close_captured(core: &Core, control: &mut Control) {
+    for id in std::mem::take(&mut control.closing) {
+        if is_captured(control, id) {
+            control.closing.push(id);
+        } else if let Err(error) = close(control, id) {
+            core.device.defer(error);
+        }
+    }
+}
+
+/// Closes the models that still wait for a capture, when the last one who knows the card's pager lets go of it.
+pub(super) fn close_rest(control: &mut Control) -> Result<(), DeviceError> {
+    control.captured.clear();
+    let mut result = Ok(());
+    for id in std::mem::take(&mut control.closing) {
+        result = result.and(close(control, id));
+    }
+    result
+}
+
+/// Whether a stream that is being captured used a model, or holds a guard of it.
+fn is_captured(control: &Control, id: u32) -> bool {
+    let used = |model: &ModelState| model.words.iter().fold(0, |used, word| used | word.0.used());
+    control.captured.iter().any(|release| release.model == id)
+        || control.model(id).is_some_and(|model| control.streams.is_capturing(used(model)))
+}
+
+fn close(control: &mut Control, id: u32) -> Result<(), DeviceError> {
     if control.plain.is_some() {
         return plain::close_model(control, id);
     }

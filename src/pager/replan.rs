@@ -37,6 +37,9 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
         .unwrap_or(0);
     let Some(model) = control.model_mut(id) else { return Ok(()) };
     if !always && model.planned_frames == frames {
+        // What was taken from the ring since then, for a while, belongs to it again.
+        let ring = model.plan.ring.max(others_ring);
+        open_slots(control, ring);
         return Ok(());
     }
     let pages = u32::try_from(model.order.pages().len()).unwrap_or(u32::MAX);
@@ -77,11 +80,16 @@ pub(super) fn replan(core: &Core, control: &mut Control, id: u32, always: bool) 
     if slots > ring {
         shrink_ring(control, ring)?;
     }
-    while control.frames.ring.len() < ring as usize {
-        control.frames.ring.push(NONE);
-    }
+    open_slots(control, ring);
     leave_old_slots(control, id);
     Ok(())
+}
+
+/// Gives the ring as many slots, to be filled when they are used.
+fn open_slots(control: &mut Control, slots: u32) {
+    while control.frames.ring.len() < slots as usize {
+        control.frames.ring.push(NONE);
+    }
 }
 
 /// Frames that model `id` may plan for: the budget less what others keep.

@@ -167,6 +167,15 @@ impl StreamTable {
         Ok(())
     }
 
+    /// Frees what was let go of on streams while they were being captured, where that is over.
+    pub(super) fn free_late(&self) {
+        for slot in &self.slots {
+            if let Slot::Used(stream) | Slot::Captured(stream) = slot {
+                stream.free_late();
+            }
+        }
+    }
+
     /// Whether one of the streams of `bits` is being captured, so that nothing may be recorded on it.
     pub(super) fn is_capturing(&self, bits: u64) -> bool {
         (0_u8..).zip(&self.slots).any(|(number, slot)| match slot {

@@ -260,3 +260,42 @@ impl Drop for Hold {
         }
     }
 }
+
+/// A program beside us on card 0: the primary context, bound to this thread, and a stream.
+pub(crate) struct Runner {
+    standin: &'static Standin,
+    pub(crate) stream: *mut c_void,
+}
+
+impl Runner {
+    pub(crate) fn new(standin: &'static Standin) -> Self {
+        type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+        type Push = unsafe extern "C" fn(*mut c_void) -> c_int;
+        type Create = unsafe extern "C" fn(*mut *mut c_void, u32) -> c_int;
+        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the driver's signatures; what is retained and created is given back in the drop.
+        unsafe {
+            let retain: Retain = std::mem::transmute(standin.symbol("cuDevicePrimaryCtxRetain"));
+            let push: Push = std::mem::transmute(standin.symbol("cuCtxPushCurrent_v2"));
+            let create: Create = std::mem::transmute(standin.symbol("cuStreamCreate"));
+            assert_eq!((retain(&raw mut context, 0), push(context), create(&raw mut stream, 0)), (0, 0, 0));
+        }
+        Self { standin, stream }
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        type Destroy = unsafe extern "C" fn(*mut c_void) -> c_int;
+        type Pop = unsafe extern "C" fn(*mut *mut c_void) -> c_int;
+        type Release = unsafe extern "C" fn(c_int) -> c_int;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the driver's signatures; the stream is still ours.
+        unsafe {
+            let destroy: Destroy = std::mem::transmute(self.standin.symbol("cuStreamDestroy_v2"));
+            let pop: Pop = std::mem::transmute(self.standin.symbol("cuCtxPopCurrent_v2"));
+            let release: Release = std::mem::transmute(self.standin.symbol("cuDevicePrimaryCtxRelease_v2"));
+            assert_eq!((destroy(self.stream), pop(&raw mut context), release(0)), (0, 0, 0));
+        }
+    }
+}

@@ -26,6 +26,9 @@ use crate::run::{self, CardOptions, RunOptions};
 /// may begin where the other left a copy under way.
 const REHEARSED: u32 = 5;
 
+/// The same without virtual memory calls, where some passes go by until the blocks that stay have settled in the pool.
+const REHEARSED_WITH_BLOCKS: u32 = 9;
+
 /// Names that are listed before the rest is counted.
 const LISTED: usize = 4;
 
@@ -169,7 +172,8 @@ fn rehearse(
     }
     let card = EmulatedDevice::open(options).map_err(|error| Failure::Failed(error.to_string()))?;
     card.set_other_bytes(facts.total_bytes - facts.free_bytes);
-    let options = RunOptions::rehearsal(args.card.clone(), REHEARSED);
+    let passes = if facts.virtual_memory { REHEARSED } else { REHEARSED_WITH_BLOCKS };
+    let options = RunOptions::rehearsal(args.card.clone(), passes);
     run::passes(file, index, &(card as SharedDevice), &options)
 }
 

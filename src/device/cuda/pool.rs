@@ -223,6 +223,14 @@ impl CudaDevice {
         }
     }
 
+    /// Whether a stream is known to be captured. The context is bound.
+    fn is_captured(&self, stream: sys::CUstream) -> bool {
+        let mut status = 0;
+        // SAFETY: a live stream, says the caller; the pointer is valid for the call.
+        let answer = unsafe { self.driver.stream_is_capturing(stream, &raw mut status) };
+        answer.is_ok() && status != 0
+    }
+
     fn trim(&self, keep: u64) -> Result<(), DeviceError> {
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         let answer = if self.pool.is_native() {
@@ -298,8 +306,12 @@ impl ActivationPool for CudaDevice {
 
     unsafe fn pool_free(&self, range: DeviceRange, stream: StreamId) -> Result<(), DeviceError> {
         let stream = self.raw_stream("pool_free", stream)?;
+        let bound = self.enter_to_release();
+        if matches!(bound, Ok(Some(_))) && self.is_captured(stream) {
+            return Err(DeviceError::Capturing { call: "pool_free" });
+        }
         self.pool.forget(range)?;
-        let Some(_bound) = self.enter_to_release()? else { return Ok(()) };
+        let Some(_bound) = bound? else { return Ok(()) };
         match self.free_in_order(range.start.0, range.bytes, stream) {
             Ok(()) => Ok(()),
             // Rather wait for the stream, once, than lose the memory.

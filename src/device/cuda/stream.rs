@@ -261,7 +261,8 @@ impl Streams for CudaDevice {
 
     unsafe fn is_capturing(&self, stream: StreamId) -> Result<bool, DeviceError> {
         let stream = self.raw_stream("is_capturing", stream)?;
-        let _bound = self.enter()?;
+        // Drops ask it, which tell nobody: a kept error is for the next call that does.
+        let _bound = self.enter_unheard()?;
         let mut status = 0;
         // SAFETY: a live stream, says the caller; the pointer is valid for the call.
         match unsafe { self.driver.stream_is_capturing(stream, &raw mut status) } {

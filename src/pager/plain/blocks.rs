@@ -40,7 +40,7 @@ pub(in crate::pager) fn refresh_budget(
     let Some(plain) = &mut control.plain else { return Ok(()) };
     plain.activations[0] = plain.activations[0].max(pool.used.saturating_sub(plain.held));
     let activations = plain.activations[0].max(plain.activations[1]);
-    plain.budget = (figures.free + pool.reserved).saturating_sub(activations + headroom);
+    plain.budget = (figures.free + pool.reserved).saturating_sub(activations.saturating_add(headroom));
     let over = plain.held.saturating_sub(plain.budget);
     control.budget = u32::try_from(plain.budget / core.page_bytes).unwrap_or(u32::MAX - 1);
     if over > 0 {
@@ -56,6 +56,15 @@ pub(in crate::pager) fn refresh_budget(
         }
     }
     Ok(())
+}
+
+/// Looks at the device's memory for what would be refused otherwise: what activations took and gave back is no reason
+/// to refuse anything.
+fn look_without_memory(core: &Core, control: &mut Control) -> Result<(), PagerError> {
+    if let Some(plain) = &mut control.plain {
+        plain.activations = [0; 2];
+    }
+    refresh_budget(core, control, true)
 }
 
 /// A pass ended: what its activations took counts for the next one too.
@@ -158,7 +167,7 @@ pub(super) fn obtain(core: &Core, control: &mut Control, id: u32, span: u32) -> 
     let fits = |control: &Control| control.plain.as_ref().is_some_and(|plain| need <= plain.budget);
     if !fits(control) {
         // Refused before anything is given up for it: a try would empty the card and fail all the same.
-        refresh_budget(core, control, true)?;
+        look_without_memory(core, control)?;
         if !fits(control) {
             return Err(refusal(core, control, id, span, need));
         }
@@ -221,6 +230,7 @@ fn allocate(
         TakeFrom::Lower => control.model(id).map(|model| model.priority),
         TakeFrom::Nobody | TakeFrom::Anyone => None,
     };
+    let mut looked = false;
     loop {
         let Some(plain) = &mut control.plain else { return Ok(None) };
         if plain.held.saturating_add(bytes) <= plain.budget {
@@ -252,8 +262,15 @@ fn allocate(
                 Err(error) => return Err(error.into()),
             }
         }
-        if from == TakeFrom::Nobody || give_up_one(control, id, below)? == 0 {
+        if from == TakeFrom::Nobody {
             return Ok(None);
+        }
+        if give_up_one(control, id, below)? == 0 {
+            if from != TakeFrom::Anyone || std::mem::replace(&mut looked, true) {
+                return Ok(None);
+            }
+            // All that may be given up was. If the budget was lowered for what lay in pieces, these are one now.
+            look_without_memory(core, control)?;
         }
     }
 }

@@ -16,11 +16,12 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{ModelFile, Numbers, assert_nothing_left, pager, small_card, small_options};
+use common::{ModelFile, Numbers, assert_nothing_left, mixed_units, pager, small_card, small_options};
 use safetensors::tensor::{TensorView, serialize_to_file};
 use vram_pager::device::FloatType;
 use vram_pager::pager::{
-    Factor, ModelOptions, PagedModel, PagerError, PagerStream, PatchSet, TensorPatch, Verifier,
+    CardFacts, Factor, ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, PatchSet,
+    TensorPatch, Verifier, forecast,
 };
 use vram_pager::units::{KIB, MIB};
 use vram_pager::weights::{Dtype, UnitId};
@@ -159,6 +160,41 @@ fn narrow_files_cross_the_link_narrow() {
     let bytes = model.index().total_bytes();
     assert_eq!(model.counts().copied_bytes, bytes);
     assert_eq!(model.figures().weights_bytes, 2 * bytes);
+}
+
+#[test]
+fn a_forecast_counts_what_casts_take_of_the_card() {
+    let file = ModelFile::new(&mixed_units(), 62);
+    let model_options = ModelOptions { compute: Some(Dtype::F32), ..ModelOptions::default() };
+    let options = PagerOptions { chunk_bytes: 2 * MIB, ..small_options() };
+    for card in [2, 4, 8, 11, 16].map(|mib| mib * MIB) {
+        let device = small_card(card);
+        let info = device.info();
+        let facts = CardFacts {
+            total_bytes: info.total_bytes,
+            free_bytes: device.memory().unwrap().free,
+            granularity: info.granularity,
+            virtual_memory: true,
+            link: info.link,
+        };
+        let told = forecast(&file.index(), &facts, &options, &model_options).unwrap();
+        let pager = pager(&device, options.clone());
+        let Ok(model) = pager.open_model(file.index(), &model_options) else {
+            assert!(told.too_large.is_some(), "{card}: {told:?}");
+            continue;
+        };
+        let stream = pager.stream().unwrap();
+        let fits = (0..24).all(|unit| {
+            (0..model.pieces(UnitId(unit)).unwrap())
+                .all(|piece| model.fault_piece(UnitId(unit), piece, &stream).is_ok())
+        });
+        assert_eq!(told.too_large.is_none(), fits, "{card}: {told:?}");
+        if fits {
+            checked(&model, None, &stream);
+            let resident = model.figures().resident_bytes;
+            assert!(resident.abs_diff(told.resident_bytes) <= 64 * KIB, "{card}: {resident}, {told:?}");
+        }
+    }
 }
 
 #[test]

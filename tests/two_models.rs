@@ -7,12 +7,14 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::{
     ModelFile, Numbers, Watchdog, assert_nothing_left, checked_pass, fault_and_check, hooked_card,
     mixed_units, pager, small_card, small_options, unit_id,
 };
 use vram_pager::device::SharedDevice;
-use vram_pager::pager::{ModelOptions, Pager, PagerOptions, Verifier};
+use vram_pager::pager::{ModelOptions, PagedModel, Pager, PagerOptions, Verifier};
 use vram_pager::units::{KIB, MIB};
 
 /// Frames and ring, as the pager says and as the card says.
@@ -335,6 +337,44 @@ fn a_headroom_set_while_it_runs_is_kept_at_once() {
                 assert_within(&device, &pager, 0, &format!("headroom {headroom}"));
             }
         }
+    }
+    assert_nothing_left(&device);
+}
+
+#[test]
+fn a_ring_for_several_guards_of_a_model_that_rests_goes_back_to_the_one_that_runs() {
+    let files = [73, 74].map(|seed| ModelFile::new(&mixed_units(), seed));
+    let device = small_card(3 * MIB);
+    {
+        let pager = pager(&device, small_options());
+        let stream = pager.stream().unwrap();
+        let [first, other] = files.each_ref().map(|file| {
+            let model = pager.open_model(file.index(), &ModelOptions::default()).unwrap();
+            let verifier = Verifier::new(&model).unwrap();
+            (model, verifier)
+        });
+        let settled = |(model, verifier): &(Arc<PagedModel>, Verifier)| {
+            model.activate(Some(4)).unwrap();
+            for _ in 0..4 {
+                checked_pass(model, &stream, verifier).unwrap();
+            }
+            pager.figures()
+        };
+        // Beside another one that was run too, one guard at a time.
+        checked_pass(&other.0, &stream, &other.1).unwrap();
+        let alone = settled(&first);
+        // The other holds four guards at once, and then rests.
+        for unit in (0..24).step_by(4) {
+            let guards: Vec<_> =
+                (unit..unit + 4).filter_map(|unit| other.0.fault(unit_id(unit), &stream).ok()).collect();
+            assert!(guards.len() > 1, "{}", guards.len());
+        }
+        assert!(pager.figures().ring_bytes > alone.ring_bytes, "{:?} {alone:?}", pager.figures());
+        let again = settled(&first);
+        assert!(again.ring_bytes <= alone.ring_bytes, "{again:?} {alone:?}");
+        assert!(first.0.figures().resident_bytes + 128 * KIB >= alone.resident_bytes, "{again:?} {alone:?}");
+        // And it comes back.
+        settled(&other);
     }
     assert_nothing_left(&device);
 }

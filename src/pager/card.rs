@@ -16,7 +16,7 @@ use super::core::{Control, Core, ModelState, Page};
 use super::counters::{HitCounts, ModelCounts};
 use super::error::PagerError;
 use super::fault;
-use super::forecast::{ASSUMED_LINK, headroom_of, layout_options};
+use super::forecast::{ASSUMED_LINK, headroom_of, layout_options, scratch_bytes, widens};
 use super::frames::Frames;
 use super::learner::OrderLearner;
 use super::load;
@@ -37,7 +37,7 @@ use crate::staging::{Arena, ArenaFigures, ArenaOptions, budget};
 use crate::sync::Padded;
 use crate::transfer::{CopyEngine, ReaderPool};
 use crate::units::{Rate, try_filled, try_table};
-use crate::weights::{PageLayout, TensorId, TensorIndex};
+use crate::weights::{PageLayout, TensorIndex};
 
 /// Bytes that making an order takes for a page, at most.
 const ORDER_BYTES: usize = 48;
@@ -82,20 +82,12 @@ impl Pager {
     /// Opens the pager of a card.
     ///
     /// # Errors
-    /// A page size that the device cannot have, no thread, no stream.
+    /// [`PagerError::InvalidArgument`] for a page size that the device cannot have, and for more threads or streams
+    /// than there may be; no thread, no stream.
     pub fn new(device: &SharedDevice, options: PagerOptions) -> Result<Arc<Self>, PagerError> {
         let device = &without_panics(device);
         let info = device.info();
-        let page_bytes = options.page_bytes.unwrap_or(info.granularity);
-        if page_bytes == 0 || !page_bytes.is_multiple_of(info.granularity) {
-            return Err(PagerError::InvalidArgument {
-                what: "page size",
-                why: format!(
-                    "{page_bytes} bytes are no multiple of the granularity of {}, {} bytes",
-                    info.name, info.granularity
-                ),
-            });
-        }
+        let page_bytes = options.check(info)?;
         let headroom = headroom_of(info.total_bytes, &options);
         let limit = options.page_locked_bytes.unwrap_or_else(budget::this_machines_limit);
         let chunk_pages = options.chunk_pages(page_bytes);
@@ -212,12 +204,7 @@ impl Pager {
         let order =
             PassOrder::new((0..spans).collect(), pages, |span| layout.span(span).pages, &choice.keeping);
         let whole_units = HashSet::new();
-        let casts = (0..index.tensors().len()).any(|tensor| {
-            let tensor = TensorId(u32::try_from(tensor).unwrap_or(u32::MAX));
-            let (from, to) = (index.tensor_info(tensor).dtype, layout.tensor_at(tensor).dtype);
-            from != to && from.byte_size() < to.byte_size()
-        });
-        if casts {
+        if widens(&layout) {
             self.ensure_scratch()?;
         }
         let mapped = core.options.source.map(&index)?;
@@ -250,6 +237,7 @@ impl Pager {
             promoted: false,
             together: 1,
             together_now: 1,
+            faults_then: 0,
             passes: 0,
             several: false,
             resident: 0,
@@ -294,7 +282,7 @@ impl Pager {
                 }
                 Arc::clone(control.engine.stream(control.scratch.len()))
             };
-            let scratch = allocate_on(core, &stream, u64::from(core.chunk_pages) * core.page_bytes)?;
+            let scratch = allocate_on(core, &stream, scratch_bytes(&core.options, core.page_bytes))?;
             core.control.lock().scratch.push(scratch);
         }
     }

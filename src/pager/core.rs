@@ -187,6 +187,8 @@ pub(super) struct ModelState {
     pub(super) together: u32,
     /// The same since the pass began.
     pub(super) together_now: u32,
+    /// Its faults when the last pass of another model ended.
+    pub(super) faults_then: u64,
     /// Passes that ended since it was activated.
     pub(super) passes: u32,
     /// Whether the last activation that was not all hits had several passes.

@@ -147,6 +147,11 @@ impl PagerError {
     pub fn is_held(&self) -> bool {
         matches!(self, Self::Held { .. } | Self::OldVersionHeld { .. })
     }
+
+    /// Whether giving memory back and asking again may help.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::Device(error) if error.is_out_of_memory())
+    }
 }
 
 impl PagerError {

@@ -21,7 +21,7 @@ use super::plain;
 use super::plan::{Choice, Plan, RingSize, plan};
 use super::ring;
 use crate::units::{GIB, MIB, Rate};
-use crate::weights::{LayoutOptions, PageLayout, Span, TensorIndex, UnitId};
+use crate::weights::{LayoutOptions, PageLayout, Span, TensorId, TensorIndex, UnitId};
 
 /// The link that plans are made for where the device tells none and none was measured yet: `PCIe` 4 x16 as measured
 /// by others.
@@ -119,6 +119,19 @@ pub(super) fn layout_options(
         piece_bytes: piece_bytes.max(page_bytes),
         compute: options.compute,
     }
+}
+
+/// Whether a tensor is cast to a wider type on the card, where its bytes land in memory of the copy streams.
+pub(super) fn widens(layout: &PageLayout) -> bool {
+    (0..).map(TensorId).zip(layout.index().tensors()).any(|(id, tensor)| {
+        let to = layout.tensor_at(id).dtype;
+        tensor.dtype != to && tensor.dtype.byte_size() < to.byte_size()
+    })
+}
+
+/// What each copy stream takes of the card's pool for that: one chunk.
+pub(super) fn scratch_bytes(options: &PagerOptions, page_bytes: u64) -> u64 {
+    u64::from(options.chunk_pages(page_bytes)) * page_bytes
 }
 
 /// The compute of a pass in page copies: one GiB of weights takes `per_gib`.
@@ -234,7 +247,9 @@ impl Seen {
         let page_bytes = options.page_bytes.unwrap_or(card.granularity);
         let headroom = headroom_of(card.total_bytes, options);
         let layout = PageLayout::new(index, &layout_options(card.total_bytes, headroom, page_bytes, model))?;
-        let free_bytes = card.free_bytes.saturating_sub(headroom);
+        let streams = options.copy_streams.max(1) as u64;
+        let scratch = if widens(&layout) { streams * scratch_bytes(options, page_bytes) } else { 0 };
+        let free_bytes = card.free_bytes.saturating_sub(headroom).saturating_sub(scratch);
         Ok(Self { layout, headroom, free_bytes })
     }
 

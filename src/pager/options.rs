@@ -4,9 +4,17 @@
 
 use std::time::Duration;
 
+use super::error::PagerError;
 use super::mutations::Mutated;
 use super::plan::RingSize;
+use crate::device::DeviceInfo;
 use crate::weights::{Dtype, MappedFile, TensorIndex, WeightFile, WeightsError};
+
+/// Threads that may read files: more than any disk needs.
+const MOST_READERS: usize = 1024;
+
+/// Streams that copies may run on: a card has a few copy engines.
+const MOST_COPY_STREAMS: usize = 64;
 
 /// How a card's pager is set up. Every field has a default that suits a runner with one card.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,9 +30,9 @@ pub struct PagerOptions {
     /// The ring's size.
     pub ring: RingSize,
     /// Threads that read files. As many of them as half of the processors read at once what the system has in
-    /// memory; all of them read what has to come from a disk.
+    /// memory; all of them read what has to come from a disk. 0 is taken as 1; at most 1024.
     pub readers: usize,
-    /// Streams that copies run on.
+    /// Streams that copies run on. 0 is taken as 1; at most 64.
     pub copy_streams: usize,
     /// Bytes of one read and one copy at most, in whole pages.
     pub chunk_bytes: u64,
@@ -55,6 +63,35 @@ impl PagerOptions {
         return self.mutated;
         #[cfg(not(test))]
         Mutated::default()
+    }
+
+    /// Refuses what no pager of such a card can be made with; answers the page size.
+    pub(super) fn check(&self, info: &DeviceInfo) -> Result<u64, PagerError> {
+        let refuse = |what, why| Err(PagerError::InvalidArgument { what, why });
+        let page_bytes = self.page_bytes.unwrap_or(info.granularity);
+        let DeviceInfo { name, granularity, total_bytes, .. } = info;
+        if page_bytes == 0 || !page_bytes.is_multiple_of(*granularity) {
+            return refuse(
+                "page size",
+                format!(
+                    "{page_bytes} bytes are no multiple of the granularity of {name}, {granularity} bytes"
+                ),
+            );
+        }
+        if page_bytes > *total_bytes {
+            return refuse(
+                "page size",
+                format!("{page_bytes} bytes are more than {name} has, {total_bytes} bytes"),
+            );
+        }
+        for (what, count, most) in
+            [("readers", self.readers, MOST_READERS), ("copy streams", self.copy_streams, MOST_COPY_STREAMS)]
+        {
+            if count > most {
+                return refuse(what, format!("{count} are more than the {most} that there may be"));
+            }
+        }
+        Ok(page_bytes)
     }
 
     /// Pages of one read and one copy at most.
@@ -140,8 +177,8 @@ pub struct ModelOptions {
     /// The type that float tensors have on the device; `None` keeps each tensor's own.
     ///
     /// Casts to a wider type take [`PagerOptions::chunk_bytes`] of the card's pool for each copy stream, from the
-    /// first model opened so until the pager is dropped. On a card of a few such chunks, make them smaller.
-    /// [`super::forecast`] does not count these bytes.
+    /// first model opened so until the pager is dropped; [`super::forecast`] counts them. On a card of a few such
+    /// chunks, make them smaller.
     pub compute: Option<Dtype>,
     /// A unit of more bytes than this is cut into pieces of at most so many, runs of rows of its first
     /// dimension; `None` cuts a unit of more than half of what the card can give into pieces of a
@@ -150,4 +187,31 @@ pub struct ModelOptions {
     /// How long the compute of a pass takes per GiB of weights, if known: with it ring and resident pages
     /// are chosen for this runner, otherwise for one whose compute takes as long as its copies.
     pub compute_per_gib: Option<Duration>,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::Device as _;
+    use crate::device::emulated::{EmulatedDevice, EmulatedOptions};
+
+    #[test]
+    fn what_no_pager_can_be_made_with_is_refused_with_the_limit() {
+        let card = EmulatedDevice::open(EmulatedOptions::new(8 << 20)).unwrap();
+        let base = PagerOptions::default();
+        assert_eq!(base.check(card.info()).unwrap(), 2 << 20);
+        let page = |bytes| PagerOptions { page_bytes: Some(bytes), ..base.clone() };
+        assert_eq!(page(4 << 20).check(card.info()).unwrap(), 4 << 20);
+        for (options, limit) in [
+            (page(0), "granularity"),
+            (page(3 << 20), "granularity of emulated:8MiB, 2097152 bytes"),
+            (page(16 << 20), "more than emulated:8MiB has, 8388608 bytes"),
+            (PagerOptions { readers: 1_000_000, ..base.clone() }, "1000000 are more than the 1024"),
+            (PagerOptions { copy_streams: usize::MAX, ..base.clone() }, "more than the 64"),
+        ] {
+            let refusal = options.check(card.info()).unwrap_err();
+            assert!(matches!(refusal, PagerError::InvalidArgument { .. }));
+            assert!(refusal.to_string().contains(limit), "{refusal}");
+        }
+    }
 }

@@ -253,13 +253,34 @@ pub(super) fn pass_ended(core: &Core, control: &mut Control, id: u32) -> Result<
         model.promoted = true;
         model.passes = model.passes.saturating_add(1);
     }
+    let others_rest = let_idle_rings_go(control, id);
     // A ring that grew around guards, and then went a pass without growing, goes back to its planned size;
     // the pages that gave up their frames for it come back.
     let planned = control.models.iter().flatten().map(|model| model.plan.ring).max().unwrap_or(0);
     if !std::mem::take(&mut control.ring_grew) && control.frames.ring.len() > planned as usize {
         shrink_ring(control, planned)?;
     }
-    replan(core, control, id, alone_again)
+    replan(core, control, id, alone_again || others_rest)
+}
+
+/// A model that had no fault in a whole pass of model `id` needs no ring that was made for several of them at once: the
+/// ring is shared, and would be kept from `id`'s pages for as long as the other lives. Answers whether there was one.
+fn let_idle_rings_go(control: &mut Control, id: u32) -> bool {
+    let mut any = false;
+    for other in (0..u32::try_from(control.models.len()).unwrap_or(u32::MAX)).filter(|other| *other != id) {
+        let Some(model) = control.model_mut(other) else { continue };
+        let faults = model.counts.hits + model.counts.loaded + model.counts.streamed;
+        let rests = std::mem::replace(&mut model.faults_then, faults) == faults;
+        if rests && model.together > 1 {
+            model.together = 1;
+            model.together_now = 1;
+            // It plans anew, for the frames that it then has, when it comes back.
+            model.plan.ring = 0;
+            model.planned_frames = u32::MAX;
+            any = true;
+        }
+    }
+    any
 }
 
 /// Takes back what the activation pool keeps without using it, if that is a page or more, and plans with

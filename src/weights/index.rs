@@ -200,6 +200,12 @@ impl TensorIndex {
         &self.units
     }
 
+    /// The units' numbers, in the same order: for a pass over the model.
+    pub fn unit_ids(&self) -> impl DoubleEndedIterator<Item = UnitId> + ExactSizeIterator + Clone + use<> {
+        // There are fewer than 2^32, which opening sees to.
+        (0..u32::try_from(self.units.len()).unwrap_or(u32::MAX)).map(UnitId)
+    }
+
     /// The unit of this name.
     pub fn unit(&self, name: &str) -> Option<UnitId> {
         let found =

@@ -71,6 +71,10 @@ impl ResidentError {
 
     /// Whether giving memory back and asking again may help.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Device(error) if error.is_out_of_memory())
+        match self {
+            Self::Device(error) => error.is_out_of_memory(),
+            Self::Pager(error) => error.is_out_of_memory(),
+            _ => false,
+        }
     }
 }

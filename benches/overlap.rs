@@ -7,18 +7,24 @@
 //! too, is marked; it counts as over all the same.
 //!
 //! `cargo bench --bench overlap -- [WORDS] [--check] [--json] [--headroom=default] [--ring=PARTS]
-//! [--log] [--seed=7]`; a word selects rows (`FLUX`, `2x`, `even`), the seed is that of uneven compute.
+//! [--log] [--seed=7] [--told=RATE]`; a word selects rows (`FLUX`, `2x`, `even`), the seed is that of uneven compute.
+//! With `--told` the card tells the pager another rate of its link than it has, 25 GB/s, or none with `--told=none`.
 
 mod common;
+#[path = "../tests/wrapped/mod.rs"]
+mod wrapped;
 
 use std::time::Duration;
 
 use common::Outcome;
-use common::card::{LINK, SEED, Setup, Spread, addresses, compute_by, pass};
+use common::card::{LINK, SEED, Setup, Spread, addresses, compute_by, hollow, pass};
 use common::models::{Layout, ModelFile};
 use common::table::{Args, Report, Row};
 use serde::Serialize;
+use vram_pager::device::SharedDevice;
 use vram_pager::pager::{PagedModel, PagerOptions, RingSize};
+use vram_pager::units::parse_rate;
+use wrapped::Wrapped;
 
 #[derive(Serialize)]
 struct Overlap {
@@ -183,7 +189,12 @@ fn row(
     if let Some(parts) = args.value("--ring") {
         options.ring = RingSize::Quarters((parts.parse::<f64>()? * 4.0) as u32);
     }
-    let setup = Setup::hollow(file, card, options)?;
+    let mut device: SharedDevice = hollow(card)?;
+    if let Some(told) = args.value("--told") {
+        let told = if told == "none" { None } else { Some(parse_rate(told)?) };
+        device = Wrapped::telling(&device, told, Box::new(|_| Ok(())));
+    }
+    let setup = Setup::on(&device, file, options)?;
     let figures = setup.pager.figures();
     let missing = weights - (setup.shared().info().total_bytes - figures.headroom_bytes);
     let link = LINK.duration(missing);

@@ -53,7 +53,7 @@ fn a_link_that_is_not_told_is_measured_and_chosen_for_as_if_it_were() {
     for link in [12, 50, 100].map(|gigabytes| Rate(gigabytes * 1_000_000_000)) {
         for streams in [1, 3] {
             let (told, _) = steady(&card(size, link), &file, link, streams);
-            let hidden: SharedDevice = Wrapped::of_unknown_link(&card(size, link), nothing());
+            let hidden: SharedDevice = Wrapped::telling(&card(size, link), None, nothing());
             assert_eq!(hidden.info().link, None);
             let (measured, rate) = steady(&hidden, &file, link, streams);
             let rate = rate.unwrap();
@@ -80,7 +80,7 @@ fn measuring_ends() {
         Ok(())
     });
     let link = Rate(50_000_000_000);
-    let device: SharedDevice = Wrapped::of_unknown_link(&card(file.bytes() / 2, link), before);
+    let device: SharedDevice = Wrapped::telling(&card(file.bytes() / 2, link), None, before);
     let setup = Setup::on(&device, &file, options(1)).unwrap();
     let units = setup.model.index().units().len() as u64;
     for _ in 0..40 {
@@ -108,7 +108,7 @@ fn a_device_that_refuses_to_tell_the_time_costs_the_rate_alone() {
                 Ok(())
             });
             let link = Rate(50_000_000_000);
-            let device: SharedDevice = Wrapped::of_unknown_link(&card(file.bytes() / 2, link), before);
+            let device: SharedDevice = Wrapped::telling(&card(file.bytes() / 2, link), None, before);
             let setup = Setup::on(&device, &file, options(1)).unwrap();
             let mut copied = 0;
             for _ in 0..4 {

@@ -1,6 +1,6 @@
 //! A device around another one: a test looks at each call before it is made and may refuse it, or panic in
 //! it; page-locking may really lock memory, as a driver does, so that the system's limits count; and the link's rate
-//! may be left untold, as by a driver.
+//! may be told otherwise, or not at all, as by a driver.
 
 #![allow(dead_code, unreachable_pub, reason = "each test uses a part of it")]
 #![expect(unsafe_code, reason = "passes a device's calls on")]
@@ -15,7 +15,7 @@ use vram_pager::device::{
     KernelId, KernelModule, Kernels, Launch, LiveObjects, MemoryFigures, PoolFigures, SharedDevice, StreamId,
     StreamPriority, Streams, VirtualMemory,
 };
-use vram_pager::units::{DeviceRange, ModelTime};
+use vram_pager::units::{DeviceRange, ModelTime, Rate};
 
 /// What sees each call by its name before it is made.
 pub type Before = Box<dyn Fn(&'static str) -> Result<(), DeviceError> + Send + Sync>;
@@ -42,9 +42,9 @@ impl Wrapped {
         Arc::new(Self { inner: Arc::clone(inner), info, before: Box::new(|_| Ok(())), locked })
     }
 
-    /// `inner`, with `before` ahead of each call, that does not tell its link's rate.
-    pub fn of_unknown_link(inner: &SharedDevice, before: Before) -> Arc<Self> {
-        let info = DeviceInfo { link: None, ..inner.info().clone() };
+    /// `inner`, with `before` ahead of each call, that tells another rate of its link, or none.
+    pub fn telling(inner: &SharedDevice, link: Option<Rate>, before: Before) -> Arc<Self> {
+        let info = DeviceInfo { link, ..inner.info().clone() };
         Arc::new(Self { inner: Arc::clone(inner), info, before, locked: None })
     }
 }

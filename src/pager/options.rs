@@ -69,7 +69,7 @@ impl PagerOptions {
     pub(super) fn check(&self, info: &DeviceInfo) -> Result<u64, PagerError> {
         let refuse = |what, why| Err(PagerError::InvalidArgument { what, why });
         let page_bytes = self.page_bytes.unwrap_or(info.granularity);
-        let DeviceInfo { name, granularity, total_bytes, .. } = info;
+        let DeviceInfo { name, granularity, total_bytes, virtual_memory, .. } = info;
         if page_bytes == 0 || !page_bytes.is_multiple_of(*granularity) {
             return refuse(
                 "page size",
@@ -78,7 +78,8 @@ impl PagerOptions {
                 ),
             );
         }
-        if page_bytes > *total_bytes {
+        // Without virtual memory calls nothing is taken in pages.
+        if *virtual_memory && page_bytes > *total_bytes {
             return refuse(
                 "page size",
                 format!("{page_bytes} bytes are more than {name} has, {total_bytes} bytes"),
@@ -213,5 +214,7 @@ mod tests {
             assert!(matches!(refusal, PagerError::InvalidArgument { .. }));
             assert!(refusal.to_string().contains(limit), "{refusal}");
         }
+        let plain = EmulatedOptions { virtual_memory: false, ..EmulatedOptions::new(8 << 20) };
+        assert_eq!(page(16 << 20).check(EmulatedDevice::open(plain).unwrap().info()).unwrap(), 16 << 20);
     }
 }

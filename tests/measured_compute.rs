@@ -1,5 +1,5 @@
 //! A model's first pass teaches the pager how long the runner computes with each unit, and a device that refuses to
-//! tell costs that alone. Over the driver stand-in the same is in `cuda_pager.rs`.
+//! tell costs that alone. Over the driver stand-in the same is in `cuda_times.rs`.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

@@ -2,7 +2,7 @@
 //! the card and what streams is chosen as if it had been told.
 //!
 //! By the modelled clock, on a card without bytes whose rate is hidden. Over the driver stand-in the same is in
-//! `cuda_pager.rs`.
+//! `cuda_times.rs`.
 
 #![cfg(feature = "cli")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on says where")]

@@ -10,23 +10,13 @@ mod common;
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
-use common::standin::{Runner, Standin, standin};
+use common::standin::{Runner, Standin, alone};
 use common::{ModelFile, assert_nothing_left, checked_pass, mixed_units, pager, small_options, unit_id};
-use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, CallCounts, DeviceError, SharedDevice, Stream, StreamPriority};
 use vram_pager::manager::{LoadOptions, Manager};
 use vram_pager::pager::{ModelOptions, Pager, PagerError, PagerOptions, Verifier};
 use vram_pager::patcher::{ModelPatcher, PagedPatcher, Place};
 use vram_pager::units::{KIB, MIB};
-
-/// The stand-in is one a process: the tests take turns.
-fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock();
-    let standin = standin();
-    standin.fail("");
-    (guard, standin)
-}
 
 /// Large pages need few of them: the stand-in's are 2 MiB.
 fn options() -> PagerOptions {

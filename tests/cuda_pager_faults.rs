@@ -9,19 +9,17 @@
 mod common;
 mod faulty_run;
 
+use std::sync::MutexGuard;
+
 use common::Watchdog;
-use common::standin::{Standin, standin};
+use common::standin::{self, Standin};
 use faulty_run::{CARD, Files, PAGE, of_device, script};
-use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, DeviceError, LiveObjects};
 use vram_pager::pager::PagerError;
 
-/// The stand-in for one test at a time: its failures and figures are the process's.
+/// The stand-in for one test at a time, with small pages.
 fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock();
-    let standin = standin();
-    standin.fail("");
+    let (guard, standin) = standin::alone();
     standin.set_page(PAGE);
     (guard, standin)
 }

@@ -14,23 +14,13 @@ use std::process::Command;
 use std::ptr::{null_mut, without_provenance_mut};
 use std::sync::Arc;
 
-use parking_lot::{Mutex, MutexGuard};
-use standin::{Standin, standin};
+use standin::{Standin, alone, standin};
 use vram_pager::device::cuda::{CudaDevice, CudaOptions, devices};
 use vram_pager::device::{
     AddressRange, DeviceError, Event, FencePool, FrameSet, HostBlock, LiveObjects, PoolAllocation,
     SharedDevice, Stream, StreamPriority, checksum, checksum_launch, open,
 };
 use vram_pager::units::{MIB, ModelTime};
-
-/// The stand-in for one test at a time: its failures and figures are the process's.
-fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock();
-    let standin = standin();
-    standin.fail("");
-    (guard, standin)
-}
 
 /// Waits for a stream before what it uses goes, whatever happened.
 struct Settled<'a>(&'a Stream);

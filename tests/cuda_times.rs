@@ -10,9 +10,8 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::standin::{Runner, Standin, standin};
+use common::standin::{Runner, Standin, alone};
 use common::{ModelFile, assert_nothing_left, pager, small_options, unit_id};
-use parking_lot::{Mutex, MutexGuard};
 use vram_pager::device::{self, SharedDevice};
 use vram_pager::pager::{
     ASSUMED_LINK, ModelOptions, PagedModel, PagerError, PagerOptions, PagerStream, Verifier,
@@ -22,15 +21,6 @@ use vram_pager::units::{MIB, Rate};
 /// A card that tells the rate of its link, and one that does not.
 const TOLD: &str = "cuda:0,cap=16MiB,link=25GB/s";
 const UNTOLD: &str = "cuda:0,cap=16MiB";
-
-/// The stand-in is one a process: the tests take turns.
-fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let guard = ALONE.lock();
-    let standin = standin();
-    standin.fail("");
-    (guard, standin)
-}
 
 /// Large pages need few of them: the stand-in's are 2 MiB.
 fn options() -> PagerOptions {

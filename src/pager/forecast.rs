@@ -248,7 +248,8 @@ impl Seen {
         let headroom = headroom_of(card.total_bytes, options);
         let layout = PageLayout::new(index, &layout_options(card.total_bytes, headroom, page_bytes, model))?;
         let streams = options.copy_streams.max(1) as u64;
-        let scratch = if widens(&layout) { streams * scratch_bytes(options, page_bytes) } else { 0 };
+        let scratch =
+            if widens(&layout) { streams.saturating_mul(scratch_bytes(options, page_bytes)) } else { 0 };
         let free_bytes = card.free_bytes.saturating_sub(headroom).saturating_sub(scratch);
         Ok(Self { layout, headroom, free_bytes })
     }

@@ -9,7 +9,7 @@
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The stand-in, loaded.
 pub(crate) struct Standin {
@@ -298,4 +298,13 @@ impl Drop for Runner {
             assert_eq!((destroy(self.stream), pop(&raw mut context), release(0)), (0, 0, 0));
         }
     }
+}
+
+/// The stand-in for one test at a time: its failures and figures are the process's.
+pub(crate) fn alone() -> (MutexGuard<'static, ()>, &'static Standin) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let standin = standin();
+    standin.fail("");
+    (guard, standin)
 }
